@@ -1,0 +1,386 @@
+"""Model, data, training loop, options and result files that all training scripts share.
+
+A training script and this file are all that has to be copied to run elsewhere: nothing
+but torch is imported. Edit the constants, or replace make_model and make_batch by your own.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+# Edit these defaults or use the command-line options in the launch scripts.
+DEVICE_TYPE = "neuron"  # cpu, neuron or cuda
+PROCESS_GROUP_BACKEND = "neuron"  # gloo for cpu, neuron for neuron, nccl or gloo for cuda
+RANKS_PER_NODE = 64  # a trn2.48xlarge at logical NeuronCore configuration 2
+TP_DEGREE = 4  # tensor-parallel ranks of the SimpleFSDP + TP mesh: one Trainium2 chip
+SEED = 0
+STEPS = 10
+GLOBAL_BATCH_SIZE = 512  # samples per step, over all ranks together
+INPUT_FEATURES = 128
+HIDDEN_FEATURES = 256
+LEARNING_RATE = 0.01
+
+FORMAT = "parity-record-1"  # marks a rank file as ours; raise the number when its layout changes
+BACKENDS = {"cpu": ("gloo",), "neuron": ("neuron",), "cuda": ("nccl", "gloo")}
+RANK_FILE = re.compile(r"rank-\d+\.pt(\.tmp)?")
+
+
+class InputError(Exception):
+    """Something the user can put right: reported in one line, exit status 2, no traceback."""
+
+
+def make_model(kind: str, seed: int) -> torch.nn.Sequential:
+    """Return the two-layer float32 model on the CPU, the same on every rank for one seed.
+
+    kind "eager" has biases (parameters 0.weight, 0.bias, 2.weight, 2.bias); "simplefsdp" has none.
+    """
+    if kind not in ("eager", "simplefsdp"):
+        raise ValueError(f"model kind is {kind!r}; use 'eager' or 'simplefsdp'")
+    torch.manual_seed(seed)
+    bias = kind == "eager"
+    return torch.nn.Sequential(
+        torch.nn.Linear(INPUT_FEATURES, HIDDEN_FEATURES, bias=bias),
+        torch.nn.ReLU(),
+        torch.nn.Linear(HIDDEN_FEATURES, INPUT_FEATURES, bias=bias),
+    )
+
+
+def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the global batch of one step (counted from 0) and its target.
+
+    Both are float32 of shape (GLOBAL_BATCH_SIZE, INPUT_FEATURES):
+    batch[i, j] = ((i * INPUT_FEATURES + j) mod 257) / INPUT_FEATURES - 1 + step / 10,
+    target = cos(batch). Rows repeat after 257, no sooner, so ranks' slices differ from one another.
+    """
+    shape = (GLOBAL_BATCH_SIZE, INPUT_FEATURES)
+    position = torch.arange(GLOBAL_BATCH_SIZE * INPUT_FEATURES).reshape(shape)
+    batch = (position % 257).float() / INPUT_FEATURES - 1 + step / 10
+    return batch, batch.cos()
+
+
+def full_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a CPU copy of the whole tensor; the shards of a DTensor are all-gathered."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().clone()
+
+
+def full_cpu_list(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what full_cpu returns for each tensor, in two collectives where the backend is Gloo.
+
+    These copies exist for the record only and are no part of the training plan, so how they travel
+    is ours to choose. Gloo all-gathers in a ring, one hop per rank: at 64 ranks on 2 cores each
+    full_tensor() takes 0.3 s whatever its size, a gather and a broadcast together 0.04 s. On any
+    other backend full_tensor() is kept: the device is known to support it, and is checked by it.
+    """
+    tensors = [tensor.detach() for tensor in tensors]
+    sharded = [tensor for tensor in tensors if _is_sharded_evenly_over_all_ranks(tensor)]
+    if not sharded or dist.get_backend() != "gloo":
+        return [full_cpu(tensor) for tensor in tensors]
+
+    # As bytes, tensors of any dtype travel together. Row r of `gathered` holds rank r's shards.
+    shards = [tensor.to_local().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in sharded]
+    gathered = torch.empty(dist.get_world_size(), sum(map(len, shards)), dtype=torch.uint8)
+    dist.gather(torch.cat(shards), list(gathered) if dist.get_rank() == 0 else None, dst=0)
+    dist.broadcast(gathered, src=0)
+
+    columns = iter(gathered.split([len(shard) for shard in shards], dim=1))
+    full = {id(tensor): _assemble(tensor, next(columns)) for tensor in sharded}
+    return [full[id(tensor)] if id(tensor) in full else full_cpu(tensor) for tensor in tensors]
+
+
+def _is_sharded_evenly_over_all_ranks(tensor: torch.Tensor) -> bool:
+    # A replicated dimension is left to full_tensor(), which gives each rank its own replica's
+    # values: a record taken from one replica would hide that another one differs.
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() != dist.get_world_size():
+        return False
+    if any(type(placement) is not Shard for placement in tensor.placements):
+        return False
+    parts = [1] * tensor.dim()
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        parts[placement.dim] *= size
+    return all(size % count == 0 for size, count in zip(tensor.shape, parts, strict=True))
+
+
+def _assemble(tensor: DTensor, columns: torch.Tensor) -> torch.Tensor:
+    # One block per rank, laid out as (mesh dimensions..., local tensor dimensions...). Putting each
+    # mesh dimension in front of the tensor dimension that it shards makes them one again.
+    mesh = tensor.device_mesh
+    blocks = columns[mesh.mesh.flatten()].clone(memory_format=torch.contiguous_format)
+    blocks = blocks.view(tensor.dtype).view(*mesh.shape, *tensor.to_local().shape)
+    order = []
+    for dim in range(tensor.dim()):
+        order += [i for i, placement in enumerate(tensor.placements) if placement.dim == dim]
+        order.append(mesh.ndim + dim)
+    return blocks.permute(order).reshape(tensor.shape)
+
+
+def train(
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    train_step: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+) -> list[dict]:
+    """Train and return one record per step, every tensor in full and on the CPU.
+
+    parameters: name -> parameter, for instance dict(model.named_parameters()).
+    train_step(step): runs forward and backward and returns this rank's output and loss.
+    A record holds "output", "loss" and "local_loss" (floats, equal until average_losses is called),
+    and by parameter name "gradients", "parameters" (after the optimizer's step) and "deltas".
+
+    Raises ValueError for fewer than one step, RuntimeError if a parameter got no gradient or no
+    parameter changed: nothing was trained then, and there would be nothing to compare.
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; use at least one training step")
+    records = []
+    updated = full_cpu_list(parameters.values())
+    for step in range(steps):
+        before = updated
+        optimizer.zero_grad()
+        output, loss = train_step(step)
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+        if missing:
+            raise RuntimeError(f"step {step + 1}: no gradient reached parameter {missing[0]}")
+        # Copied before the step, because an optimizer may change gradients in place.
+        gradients = [parameter.grad.detach().clone() for parameter in parameters.values()]
+        optimizer.step()
+        full = full_cpu_list([*gradients, *parameters.values()])
+        gradients, updated = full[: len(parameters)], full[len(parameters) :]
+        deltas = [after - initial for after, initial in zip(updated, before, strict=True)]
+        if not any(torch.count_nonzero(delta) for delta in deltas):
+            raise RuntimeError(f"step {step + 1}: the optimizer changed no parameter")
+        records.append(
+            {
+                "output": full_cpu(output),
+                "loss": float(loss.detach()),
+                "local_loss": float(loss.detach()),
+                "gradients": dict(zip(parameters, gradients, strict=True)),
+                "parameters": dict(zip(parameters, updated, strict=True)),
+                "deltas": dict(zip(parameters, deltas, strict=True)),
+            }
+        )
+        print(f"step={step + 1}/{steps} training=completed", flush=True)
+    return records
+
+
+def average_losses(records: list[dict], device: torch.device, group=None) -> None:
+    """Replace each record's "loss" by its mean over the ranks of a group (default: all ranks).
+
+    The losses of all steps travel in one all-reduce after training, not in one per step.
+    """
+    losses = torch.tensor([record["local_loss"] for record in records], device=device)
+    dist.all_reduce(losses, group=group)
+    losses /= dist.get_world_size(group)
+    for record, loss in zip(records, losses.tolist(), strict=True):
+        record["loss"] = loss
+
+
+def add_run_arguments(
+    parser: argparse.ArgumentParser,
+    device: str = DEVICE_TYPE,
+    backend: str = PROCESS_GROUP_BACKEND,
+) -> None:
+    """Add the options that every training script has; device and backend are their defaults."""
+
+    def whole_number(least):
+        def parse(text):
+            value = int(text)
+            if not least <= value < 2**63:
+                raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+            return value
+
+        parse.__name__ = "whole number"  # argparse names the type in its message
+        return parse
+
+    def option(name, default, help, **settings):
+        parser.add_argument(name, default=default, help=f"{help} (default: {default})", **settings)
+
+    option("--device", device, "where tensors live", choices=tuple(BACKENDS))
+    option("--backend", backend, "process-group backend", choices=("gloo", "neuron", "nccl"))
+    option("--expected-world-size", RANKS_PER_NODE, "ranks to insist on", type=whole_number(1))
+    option("--seed", SEED, "seed of the initial parameters", type=whole_number(0))
+    option("--steps", STEPS, "training steps", type=whole_number(1))
+    option("--output-dir", "results/latest", "where rank-<rank>.pt is written", type=Path)
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
+
+
+def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
+    """Check the options against the launch, start the process group, return rank, size and device.
+
+    Everything that can be wrong is checked before the first collective, by every rank alike, so
+    that a mistake ends all ranks with the same line instead of leaving some of them waiting.
+    Raises InputError.
+    """
+    try:
+        rank, world_size, local_rank, local_world_size = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+    except KeyError as missing:
+        raise InputError(
+            f"{missing} is not set: start this script with torchrun, for instance: "
+            f"torchrun --standalone --nproc-per-node={args.expected_world_size} {' '.join(sys.argv)}"
+        ) from None
+    if args.backend not in BACKENDS[args.device]:
+        raise InputError(
+            f"--device {args.device} does not go with --backend {args.backend}; "
+            f"use --device {args.device} --backend {' or '.join(BACKENDS[args.device])}"
+        )
+    if world_size != args.expected_world_size:
+        raise InputError(
+            f"the launcher started {world_size} ranks, --expected-world-size is "
+            f"{args.expected_world_size}; make --nproc-per-node and --expected-world-size agree"
+        )
+    device = _open_device(args, local_rank, local_world_size)
+    _prepare_output_dir(args.output_dir, rank, clear=local_rank == 0)
+    dist.init_process_group(args.backend)
+    return rank, world_size, device
+
+
+def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: int) -> torch.device:
+    if args.device == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise InputError("--device cuda: torch sees no GPU; use --device cpu --backend gloo")
+        if args.backend == "nccl" and local_world_size > count:
+            raise InputError(
+                f"nccl needs one GPU per rank: {local_world_size} ranks, {count} GPUs; start at most "
+                f"{count} ranks, or share GPUs with --backend gloo"
+            )
+        torch.cuda.set_device(local_rank % count)
+        return torch.device("cuda", local_rank % count)
+    if args.device == "neuron":
+        fix = "install torch-neuronx 2.14 or newer (requirements-neuron.txt), or use --device cpu --backend gloo"
+        try:
+            version = importlib.metadata.version("torch-neuronx")
+        except importlib.metadata.PackageNotFoundError:
+            raise InputError(f"--device neuron: package torch-neuronx is not installed; {fix}") from None
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 14):
+            raise InputError(
+                f"--device neuron: torch-neuronx {version} is the XLA-based product of that name "
+                f"and has no native device; {fix}"
+            )
+        importlib.import_module("torch_neuronx")  # registers the device and both backends
+    return torch.device(args.device)
+
+
+def _prepare_output_dir(directory: Path, rank: int, clear: bool) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f"rank-{rank}.pt.tmp"
+        probe.touch()
+        probe.unlink()
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise InputError(
+            f"--output-dir {directory} cannot be written: {error.strerror}; use another directory"
+        ) from None
+    foreign = [name for name in names if not RANK_FILE.fullmatch(name)]
+    if clear and not foreign:
+        foreign = [name for name in names if name.endswith(".pt") and not _is_record(directory / name)]
+    if foreign:
+        raise InputError(
+            f"--output-dir {directory} holds {foreign[0]}, which no run of these scripts wrote; "
+            "nothing was changed: use a new or empty directory"
+        )
+    if clear:  # rank-0.pt goes first: where it stands, the run is complete
+        for name in names:
+            (directory / name).unlink(missing_ok=True)
+
+
+def _is_record(path: Path) -> bool:
+    try:
+        content = torch.load(path, weights_only=True, mmap=True)
+        return content["metadata"]["format"] == FORMAT
+    except Exception:  # whatever it is, it is not ours to delete
+        return False
+
+
+def check_divides(name: str, size: int, parts: int, what: str) -> None:
+    """Raise InputError unless size, the constant called name, splits evenly into parts."""
+    if size % parts:
+        raise InputError(
+            f"{name} = {size} does not divide evenly over {parts} {what}; "
+            f"use a number of ranks that divides it, or edit {name} in training_common.py"
+        )
+
+
+def check_local_shape(name: str, parameter: torch.Tensor, expected: tuple[int, ...]) -> None:
+    """Raise RuntimeError unless parameter is a DTensor whose local shard has the expected shape."""
+    if not isinstance(parameter, DTensor):
+        raise RuntimeError(f"{name} is a {type(parameter).__name__}, expected a DTensor: not sharded")
+    actual = tuple(parameter.to_local().shape)
+    if actual != expected:
+        raise RuntimeError(f"{name}: local shape is {actual}, expected {expected}")
+
+
+def save_results(
+    args: argparse.Namespace,
+    records: list[dict],
+    *,
+    model: str,
+    mode: str,
+    rank: int,
+    world_size: int,
+    dp_degree: int,
+    dp_rank: int,
+    tp_degree: int,
+    tp_rank: int,
+) -> None:
+    """Write this rank's records to <output-dir>/rank-<rank>.pt: plain CPU tensors and metadata.
+
+    The file loads with torch.load(path, weights_only=True). Each is written under a temporary name
+    and renamed, rank 0's after all others: a directory with a rank-0.pt is a finished run.
+    """
+    metadata = {
+        "format": FORMAT,
+        "model": model,
+        "mode": mode,
+        "rank": rank,
+        "world_size": world_size,
+        "dp_degree": dp_degree,
+        "dp_rank": dp_rank,
+        "tp_degree": tp_degree,
+        "tp_rank": tp_rank,
+        "seed": args.seed,
+        "steps": args.steps,
+        "global_batch_size": GLOBAL_BATCH_SIZE,
+        "learning_rate": LEARNING_RATE,
+        "device": args.device,
+        "backend": args.backend,
+        "compile_backend": getattr(args, "compile_backend", None),
+        "torch_version": str(torch.__version__),
+        "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
+    }
+    path = args.output_dir / f"rank-{rank}.pt"
+    temporary = path.with_suffix(".pt.tmp")
+    torch.save({"metadata": metadata, "records": records}, temporary)
+    if rank == 0:
+        dist.barrier()
+    temporary.replace(path)
+    if rank != 0:
+        dist.barrier()
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's main: bad input becomes one line on stderr and exit status 2."""
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:
+        if re.search("[Cc]onnection (closed|reset)", str(error)):
+            # Another rank died first. Let the launcher notice that one before it notices us.
+            time.sleep(2)
+        raise
