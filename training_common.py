@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -299,11 +300,9 @@ def _prepare_output_dir(directory: Path, rank: int, clear: bool) -> None:
 
 
 def _is_record(path: Path) -> bool:
-    try:
-        content = torch.load(path, weights_only=True, mmap=True)
-        return content["metadata"]["format"] == FORMAT
-    except Exception:  # whatever it is, it is not ours to delete
-        return False
+    # save_results puts the format's name at the head of the file.
+    with path.open("rb") as file:
+        return FORMAT.encode() in file.read(1024)
 
 
 def check_divides(name: str, size: int, parts: int, what: str) -> None:
@@ -373,14 +372,15 @@ def save_results(
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main: bad input becomes one line on stderr and exit status 2."""
+    """Run a script's main. Bad input ends in one line and exit status 2, other errors in 1."""
     try:
         main()
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except RuntimeError as error:
-        if re.search("[Cc]onnection (closed|reset)", str(error)):
+    except Exception as error:
+        traceback.print_exc()
+        if re.search("[Cc]onnection (closed|reset|refused)", str(error)):
             # Another rank died first. Let the launcher notice that one before it notices us.
             time.sleep(2)
-        raise
+        sys.exit(1)
