@@ -113,11 +113,13 @@ def main() -> int:
     else:
         args = parse_args(["--start-method=forkserver", "--run-path", *sys.argv[1:]])
         if args.module or args.no_python:
-            print("error: launch.py starts a script file; use torchrun for -m and --no-python", file=sys.stderr)
+            print(
+                "error: launch.py starts a script file; use torchrun for -m and --no-python", file=sys.stderr
+            )
             return 2
-        args.training_script = os.path.abspath(args.training_script)
-        sys.path[0] = os.path.dirname(args.training_script)  # where a script finds its neighbours
-    if not os.path.isfile(args.training_script):
+        args.training_script = str(Path(args.training_script).absolute())
+        sys.path[0] = str(Path(args.training_script).parent)  # where a script finds its neighbours
+    if not Path(args.training_script).is_file():
         print(f"error: there is no script {args.training_script}", file=sys.stderr)
         return 2
 

@@ -29,7 +29,6 @@ from training_common import (
     INPUT_FEATURES,
     LEARNING_RATE,
     TP_DEGREE,
-    InputError,
     add_run_arguments,
     average_losses,
     check_divides,

@@ -261,7 +261,7 @@ def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: in
         torch.cuda.set_device(local_rank % count)
         return torch.device("cuda", local_rank % count)
     if args.device == "neuron":
-        fix = "install torch-neuronx 2.14 or newer (requirements-neuron.txt), or use --device cpu --backend gloo"
+        fix = "install torch-neuronx 2.14 or newer, or use --device cpu --backend gloo"
         try:
             version = importlib.metadata.version("torch-neuronx")
         except importlib.metadata.PackageNotFoundError:
@@ -281,7 +281,7 @@ def _prepare_output_dir(directory: Path, rank: int, clear: bool) -> None:
         probe = directory / f"rank-{rank}.pt.tmp"
         probe.touch()
         probe.unlink()
-        names = sorted(os.listdir(directory))
+        names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
         raise InputError(
             f"--output-dir {directory} cannot be written: {error.strerror}; use another directory"

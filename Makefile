@@ -1,0 +1,149 @@
+# The same training job on the CPU and on a device, compared rank by rank.
+#
+#   make ddp                            64 ranks, ten steps: CPU reference, device run, comparison
+#   make all-parity RANKS=4             all four modes, four ranks
+#   make fsdp DEVICE=cuda RANKS=8       another device; backends follow from it
+#   make tp LAUNCH=torchrun             another launcher with torchrun's options
+#
+# Written for GNU Make 3.81, which is what macOS has.
+
+# What is run.
+RANKS ?= 64
+STEPS ?= 10
+SEED ?= 0
+# Where rank files and logs go: $(RESULTS)/<run>/rank-<rank>.pt and $(RESULTS)/logs/<run>.
+RESULTS ?= results
+# Python 3.11 or newer, from which .venv is made.
+BASE_PYTHON ?= python3
+
+# An active environment with torch 2.14 is used as it is; otherwise .venv is made, once.
+ifndef PYTHON
+ifneq ($(strip $(VIRTUAL_ENV)$(CONDA_PREFIX)),)
+ACTIVE_TORCH := $(shell python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)
+endif
+PYTHON := $(if $(filter 2.14.%,$(ACTIVE_TORCH)),python,.venv/bin/python)
+endif
+ifeq ($(PYTHON),.venv/bin/python)
+ENVIRONMENT := .venv/installed
+DEV_ENVIRONMENT := .venv/installed-dev
+endif
+
+# neuron where torch-neuronx 2.14 or newer is installed, otherwise cpu.
+ifndef DEVICE
+DEVICE := $(shell $(PYTHON) -c 'from importlib.metadata import version; v = version("torch-neuronx").split("."); print("neuron" if (int(v[0]), int(v[1])) >= (2, 14) else "cpu")' 2>/dev/null || echo cpu)
+endif
+BACKEND ?= $(if $(filter cpu,$(DEVICE)),gloo,$(if $(filter cuda,$(DEVICE)),nccl,$(DEVICE)))
+COMPILE_BACKEND ?= $(if $(filter neuron,$(DEVICE)),neuron,aot_eager)
+# launch.py is torchrun with a warm fork server.
+LAUNCH ?= $(PYTHON) launch.py
+
+# The environment of the runs: all cores visible, correctness settings, one thread per rank.
+NEURON_LOGICAL_NC_CONFIG ?= 2
+TORCH_NEURONX_ENABLE_HOST_CC ?= 0
+OMP_NUM_THREADS ?= 1
+export NEURON_LOGICAL_NC_CONFIG TORCH_NEURONX_ENABLE_HOST_CC OMP_NUM_THREADS
+unexport NEURON_RT_VISIBLE_CORES NEURON_RT_NUM_CORES TORCH_NEURONX_ENABLE_STREAMS
+
+MODES := ddp fsdp tp simplefsdp-tp
+REFERENCES := $(MODES:%=$(RESULTS)/cpu-%/rank-0.pt)
+SETTINGS := $(MODES:%=$(RESULTS)/.settings-%)
+SCRIPTS := training_common.py distributed_train.py simplefsdp_tp_train.py launch.py
+
+.PHONY: help all-parity test lint format bench clean FORCE
+.PHONY: $(MODES) $(MODES:%=cpu-%) $(MODES:%=device-%) $(MODES:%=compare-%)
+# One run at a time, whatever -j says: a run uses every core, and two would mix their output.
+.NOTPARALLEL:
+
+help:
+	@echo 'Modes: $(MODES)'
+	@echo
+	@echo 'make <mode>            CPU reference, device run and comparison of one mode'
+	@echo 'make all-parity        the same for all modes'
+	@echo 'make cpu-<mode>        the CPU reference, unless it exists with these settings'
+	@echo 'make device-<mode>     the device run'
+	@echo 'make compare-<mode>    the comparison of the two'
+	@echo 'make test              run the tests'
+	@echo 'make lint              check style and formatting'
+	@echo 'make format            format the code'
+	@echo 'make bench             time the CPU references, launch.py beside torchrun'
+	@echo 'make clean             remove results, logs and caches; .venv stays'
+	@echo
+	@echo 'RANKS=$(RANKS) STEPS=$(STEPS) SEED=$(SEED) DEVICE=$(DEVICE) BACKEND=$(BACKEND) COMPILE_BACKEND=$(COMPILE_BACKEND)'
+	@echo 'RESULTS=$(RESULTS) PYTHON=$(PYTHON) LAUNCH="$(LAUNCH)"'
+
+# $(call script,MODE,COMPILE BACKEND): the script of a mode and the options that only it has.
+script = $(if $(filter simplefsdp-tp,$(1)),simplefsdp_tp_train.py --compile-backend $(2),distributed_train.py --parallelism $(1))
+
+# $(call run,RUN,DEVICE,BACKEND,SCRIPT): launch all ranks. Rank 0 speaks here, every rank to its log.
+define run
+@echo "== $(1): $(RANKS) ranks, $(STEPS) steps on $(2) with $(3)"
+@rm -rf "$(RESULTS)/logs/$(1)"; start=$$(date +%s); \
+$(LAUNCH) --standalone --nproc-per-node=$(RANKS) \
+  --log-dir "$(RESULTS)/logs/$(1)" --redirects 3 --tee 1 --local-ranks-filter 0 --log-line-prefix-template '   ' \
+  $(4) --device $(2) --backend $(3) --expected-world-size $(RANKS) \
+  --seed $(SEED) --steps $(STEPS) --output-dir "$(RESULTS)/$(1)" \
+&& echo "== $(1): $(RANKS) ranks completed in $$(($$(date +%s) - start)) s; logs in $(RESULTS)/logs/$(1)"
+endef
+
+# $(call compare,MODE)
+define compare
+@echo "== compare-$(1): $(RESULTS)/$(1) with $(RESULTS)/cpu-$(1)"
+@$(PYTHON) compare_training.py --reference-dir "$(RESULTS)/cpu-$(1)" --actual-dir "$(RESULTS)/$(1)" --world-size $(RANKS)
+endef
+
+$(MODES): %: cpu-% device-%
+	$(call compare,$*)
+
+all-parity: $(MODES)
+	@echo "== all-parity: $(MODES) agree with their CPU references on $(DEVICE), $(RANKS) ranks"
+
+# rank-0.pt is written last: where it stands, the run is complete.
+$(MODES:%=cpu-%): cpu-%: $(RESULTS)/cpu-%/rank-0.pt
+
+$(REFERENCES): $(RESULTS)/cpu-%/rank-0.pt: $(RESULTS)/.settings-% $(SCRIPTS)
+	$(call run,cpu-$*,cpu,gloo,$(call script,$*,aot_eager))
+
+# Rewritten, and so newer than the reference, only when a setting changes.
+$(SETTINGS): FORCE | $(ENVIRONMENT)
+	@mkdir -p "$(RESULTS)"
+	@echo "ranks=$(RANKS) steps=$(STEPS) seed=$(SEED) torch=$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))')" > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+$(MODES:%=device-%): device-%: | $(ENVIRONMENT)
+	$(call run,$*,$(DEVICE),$(BACKEND),$(call script,$*,$(COMPILE_BACKEND)))
+
+$(MODES:%=compare-%): compare-%: | $(ENVIRONMENT)
+	$(call compare,$*)
+
+.venv/installed: requirements.txt
+	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "error: $(BASE_PYTHON) is Python %d.%d, 3.11 or newer is needed: make BASE_PYTHON=python3.12" % v[:2])'
+	@echo "== installing torch into .venv, once: some minutes, some GB"
+	@$(BASE_PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/installed-dev: requirements-dev.txt .venv/installed
+	.venv/bin/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+test: | $(DEV_ENVIRONMENT)
+	@$(PYTHON) -c 'import pytest' 2>/dev/null || { echo "error: $(PYTHON) has no pytest: pip install -r requirements-dev.txt" >&2; exit 2; }
+	$(PYTHON) -m pytest tests
+
+lint: | $(DEV_ENVIRONMENT)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: | $(DEV_ENVIRONMENT)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+bench: | $(ENVIRONMENT)
+	$(PYTHON) tests/bench_launch.py --ranks $(RANKS)
+
+# Only what the runs wrote: RESULTS may be a folder that holds more.
+clean:
+	rm -f $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)/rank-*.pt $(RESULTS)/$(run)/rank-*.pt.tmp)
+	rm -rf $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/logs/$(run)) $(SETTINGS)
+	-@rmdir $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)) $(RESULTS)/logs $(RESULTS) 2>/dev/null || true
+	rm -rf .pytest_cache .ruff_cache __pycache__ tests/__pycache__
