@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -74,6 +75,22 @@ def start_fork_server(ranks: int) -> None:
     multiprocessing.forkserver.ensure_running()
 
 
+def taken_port(endpoint: str) -> int | None:
+    """Return the port of a host:port on which this machine cannot listen, None if it can.
+
+    torchrun would take whatever listens there for the rendezvous of its job, and wait for it.
+    """
+    port = endpoint.rpartition(":")[2]
+    if port.isdigit():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", int(port)))
+            except OSError:
+                return int(port)
+    return None
+
+
 def describe_failure(error, log_dir: str | None) -> tuple[str, int]:
     """Return one line about the first rank that failed, and the exit status to end with."""
     rank, failure = error.get_first_failure()
@@ -123,8 +140,15 @@ def main() -> int:
         print(f"error: there is no script {args.training_script}", file=sys.stderr)
         return 2
 
+    if args.nnodes in ("1", "1:1") and (port := taken_port(args.rdzv_endpoint)):
+        print(
+            f"error: port {port} is in use; name another one, or --standalone for a free one", file=sys.stderr
+        )
+        return 2
+
     # The agent's account of a failure: a traceback and a line per rank that it stops. Ours is below.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.stdout.reconfigure(line_buffering=True)  # show progress in a pipe, too
     try:
         run(args)

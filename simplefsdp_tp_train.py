@@ -29,6 +29,7 @@ from training_common import (
     INPUT_FEATURES,
     LEARNING_RATE,
     TP_DEGREE,
+    InputError,
     add_run_arguments,
     average_losses,
     check_divides,
@@ -127,7 +128,16 @@ def main() -> None:
 
     rank, world_size, device = initialize(args)
     try:
-        check_divides("world size", world_size, TP_DEGREE, "tensor-parallel ranks")
+        if args.compile_backend not in torch.compiler.list_backends(exclude_tags=None):
+            raise InputError(
+                f"--compile-backend {args.compile_backend} is not known to torch; "
+                f"use {'neuron' if args.device == 'neuron' else 'aot_eager'} with --device {args.device}"
+            )
+        if world_size % TP_DEGREE:
+            raise InputError(
+                f"{world_size} ranks do not divide into groups of TP_DEGREE = {TP_DEGREE}; start a "
+                f"multiple of {TP_DEGREE} ranks, or edit TP_DEGREE in training_common.py"
+            )
         dp_degree = world_size // TP_DEGREE
         check_divides("GLOBAL_BATCH_SIZE", GLOBAL_BATCH_SIZE, dp_degree, "data-parallel replicas")
         check_divides("HIDDEN_FEATURES", HIDDEN_FEATURES, TP_DEGREE, "tensor-parallel ranks")

@@ -1,0 +1,79 @@
+"""Real runs that many tests look at: each mode once, at four ranks, started by launch.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+RANKS = 4
+STEPS = 3
+SCRIPTS = {
+    "ddp": ["distributed_train.py", "--parallelism", "ddp"],
+    "fsdp": ["distributed_train.py", "--parallelism", "fsdp"],
+    "tp": ["distributed_train.py", "--parallelism", "tp"],
+    "simplefsdp_tp": ["simplefsdp_tp_train.py", "--compile-backend", "aot_eager"],
+}
+# The Makefile exports these to its recipes, `make test` among them: tests choose their own.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+
+
+def run(*command, cwd=ROOT, timeout=180, **environment) -> SimpleNamespace:
+    """Run a command to its end; return its status, stdout and stderr."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    return SimpleNamespace(status=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def launch(ranks: int, logs: Path, *script, **options) -> SimpleNamespace:
+    """Run a script under launch.py, its output in one log per rank and stream."""
+    command = [sys.executable, ROOT / "launch.py", "--standalone", f"--nproc-per-node={ranks}"]
+    return run(*command, "--log-dir", logs, "--redirects", "3", *script, **options)
+
+
+def cpu_options(ranks: int, output: Path, steps: int = STEPS) -> list[str]:
+    """Return the options of a CPU run."""
+    options = (
+        f"--device cpu --backend gloo --expected-world-size {ranks} --steps {steps} --output-dir {output}"
+    )
+    return options.split()
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """A function that makes a mode's run when it is first asked for: .directory, .logs, .imported."""
+    made = {}
+
+    def make(mode: str) -> SimpleNamespace:
+        if mode not in made:
+            base = tmp_path_factory.mktemp(mode)
+            directory, logs = base / "results", base / "logs"
+            script, *options = SCRIPTS[mode]
+            done = launch(
+                RANKS,
+                logs,
+                ROOT / "tests" / "list_imports.py",
+                ROOT / script,
+                *options,
+                *cpu_options(RANKS, directory),
+                IMPORTS_DIR=str(base),
+            )
+            stderr = "".join(path.read_text() for path in logs.rglob("stderr.log"))
+            assert done.status == 0, done.err + stderr
+            imported = {name for path in base.glob("imports-*") for name in path.read_text().split()}
+            stdout = [path.read_text() for path in logs.rglob("stdout.log")]
+            made[mode] = SimpleNamespace(directory=directory, stdout=stdout, imported=imported)
+        return made[mode]
+
+    return make

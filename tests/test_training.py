@@ -1,0 +1,181 @@
+"""The four training modes: right losses, right files, and the launch that shares its imports."""
+
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import RANKS, ROOT, SCRIPTS, STEPS, cpu_options, launch, run
+
+import training_common
+from training_common import InputError, make_batch, make_model
+
+# Global losses of the first steps at seed 0, known from float64 computations.
+ANCHORS = {"eager": (0.754203, 0.751465, 0.740902), "simplefsdp": (0.753625, 0.751425, 0.741462)}
+MODEL = {mode: "simplefsdp" if mode == "simplefsdp_tp" else "eager" for mode in SCRIPTS}
+MODES = list(SCRIPTS)
+
+
+def load(directory, rank):
+    return torch.load(directory / f"rank-{rank}.pt", weights_only=True)
+
+
+def test_batch_follows_the_published_formula():
+    batch, target = make_batch(3)
+    assert batch.shape == target.shape == (512, 128)
+    assert batch.dtype == torch.float32
+    for i, j in ((0, 0), (2, 1), (511, 127)):
+        value = ((i * 128 + j) % 257) / 128 - 1 + 3 / 10
+        assert batch[i, j].item() == pytest.approx(value, abs=1e-6)
+        assert target[i, j].item() == pytest.approx(torch.tensor(value).cos().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ANCHORS)
+def test_one_process_reaches_the_anchor_losses(kind):
+    model = make_model(kind, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=training_common.LEARNING_RATE)
+    for step, anchor in enumerate(ANCHORS[kind]):
+        batch, target = make_batch(step)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(batch), target)
+        loss.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(anchor, abs=1.5e-6)
+
+
+def test_unknown_model_kind_is_refused():
+    with pytest.raises(ValueError, match="'pp'; use 'eager' or 'simplefsdp'"):
+        make_model("pp", 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mode_reaches_the_anchor_losses(runs, mode):
+    for rank in range(RANKS):
+        losses = [record["loss"] for record in load(runs(mode).directory, rank)["records"]]
+        assert losses == pytest.approx(ANCHORS[MODEL[mode]], abs=1.5e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rank_prints_the_tutorials_lines(runs, mode):
+    lines = [set(text.splitlines()) for text in runs(mode).stdout]
+    assert len(lines) == RANKS
+    for step in range(1, STEPS + 1):
+        assert all(f"step={step}/{STEPS} training=completed" in text for text in lines)
+    for rank in range(RANKS):
+        assert any(f"PASS rank={rank} mode={mode} world_size={RANKS}" in text for text in lines)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_record_holds_full_tensors_by_name_and_metadata(runs, mode):
+    model = make_model(MODEL[mode], 0)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    samples = 512 // {"ddp": 4, "fsdp": 4, "tp": 1, "simplefsdp_tp": 1}[mode]
+    for rank in range(RANKS):
+        content = load(runs(mode).directory, rank)
+        assert len(content["records"]) == STEPS
+        before = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        for record in content["records"]:
+            assert record["output"].shape == (samples, 128)
+            for kind in ("gradients", "parameters", "deltas"):
+                assert {name: value.shape for name, value in record[kind].items()} == shapes
+                assert all(type(value) is torch.Tensor for value in record[kind].values())
+            for name, value in record["parameters"].items():
+                assert torch.equal(value - before[name], record["deltas"][name])
+            before = record["parameters"]
+        metadata = content["metadata"]
+        assert (metadata["mode"], metadata["rank"], metadata["world_size"]) == (mode, rank, RANKS)
+        assert metadata["dp_degree"] * metadata["tp_degree"] == RANKS
+        assert metadata["dp_rank"] * metadata["tp_degree"] + metadata["tp_rank"] == rank
+
+
+def test_global_loss_is_the_mean_of_the_ranks_losses(runs):
+    contents = [load(runs("ddp").directory, rank)["records"] for rank in range(RANKS)]
+    for step in range(STEPS):
+        local = [records[step]["local_loss"] for records in contents]
+        assert len(set(local)) == RANKS
+        assert contents[0][step]["loss"] == pytest.approx(sum(local) / RANKS, rel=1e-6)
+
+
+def test_eager_modes_follow_one_trajectory_to_rounding(runs):
+    first = load(runs("ddp").directory, 0)["records"]
+    for mode in ("fsdp", "tp"):
+        for one, other in zip(first, load(runs(mode).directory, 0)["records"], strict=True):
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+            for name, value in one["parameters"].items():
+                assert (other["parameters"][name] - value).abs().max() <= 1.2e-7 * value.abs().max()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_import_nothing_that_the_fork_server_had_not(runs, mode):
+    assert runs(mode).imported == set()
+
+
+def test_record_collectives_give_what_full_tensor_gives(tmp_path):
+    done = launch(4, tmp_path / "logs", ROOT / "tests" / "check_full_cpu_list.py", PYTHONPATH=str(ROOT))
+    stderr = "".join(path.read_text() for path in tmp_path.rglob("stderr.log"))
+    assert done.status == 0, done.err + stderr
+    stdout = "".join(path.read_text() for path in tmp_path.rglob("stdout.log"))
+    assert stdout.count("records identical") == 4
+
+
+@pytest.mark.parametrize(
+    ("copied", "options", "ranks"),
+    [
+        (("distributed_train.py",), "--parallelism fsdp", 2),
+        (("simplefsdp_tp_train.py",), "--compile-backend aot_eager", 4),
+        (("reference_train.py", "distributed_train.py"), "--parallelism tp", 2),
+    ],
+)
+def test_copied_script_works_under_torchrun(tmp_path, copied, options, ranks):
+    for name in ("training_common.py", *copied):
+        shutil.copy(ROOT / name, tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    settings = cpu_options(ranks, "results", steps=1)
+    if copied[0] == "reference_train.py":
+        settings = settings[4:]  # device and backend are its defaults
+    done = run(*torchrun, copied[0], *options.split(), *settings, cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert sorted(re.findall(r"PASS rank=(\d)", done.out)) == [str(rank) for rank in range(ranks)]
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
+        f"rank-{rank}.pt" for rank in range(ranks)
+    ]
+
+
+def parameter_and_optimizer(grad=True):
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def train_step(step):
+        if grad:
+            weight.grad = torch.ones(2)
+        return weight, weight.sum()
+
+    return weight, train_step
+
+
+def test_train_refuses_fewer_than_one_step():
+    with pytest.raises(ValueError, match="steps is 0; use at least one"):
+        training_common.train({}, None, 0, None)
+
+
+def test_train_names_the_parameter_without_gradient():
+    weight, train_step = parameter_and_optimizer(grad=False)
+    with pytest.raises(RuntimeError, match="step 1: no gradient reached parameter w"):
+        training_common.train({"w": weight}, torch.optim.SGD([weight], lr=0.1), 1, train_step)
+
+
+def test_train_fails_when_nothing_is_updated():
+    weight, train_step = parameter_and_optimizer()
+    with pytest.raises(RuntimeError, match="step 1: the optimizer changed no parameter"):
+        training_common.train({"w": weight}, torch.optim.SGD([weight], lr=0.0), 1, train_step)
+
+
+def test_sizes_that_do_not_divide_are_named():
+    training_common.check_divides("HIDDEN_FEATURES", 256, 4, "tp ranks")
+    with pytest.raises(InputError, match="HIDDEN_FEATURES = 256 does not divide evenly over 3 tp ranks"):
+        training_common.check_divides("HIDDEN_FEATURES", 256, 3, "tp ranks")
+
+
+def test_wrong_local_shape_is_named():
+    with pytest.raises(RuntimeError, match="0.weight is a Tensor, expected a DTensor: not sharded"):
+        training_common.check_local_shape("0.weight", torch.ones(2), (2,))
