@@ -1,0 +1,323 @@
+"""The comparison: a clean pair passes, and every planted fault is caught with the right words.
+
+Faults are planted in a copy of a real four-rank run: one thing is altered at a time.
+"""
+
+import pickle
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import RANKS, ROOT, SCRIPTS, STEPS, run
+
+import compare_training
+
+
+@pytest.fixture
+def pair(runs, tmp_path):
+    """The directory of a DDP run and a copy of it."""
+    shutil.copytree(runs("ddp").directory, tmp_path / "actual")
+    return runs("ddp").directory, tmp_path / "actual"
+
+
+def edit(directory, rank, change):
+    """Load a rank file, let change(content) alter it, write it back."""
+    path = directory / f"rank-{rank}.pt"
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
+def edit_all(directory, change):
+    for rank in range(RANKS):
+        edit(directory, rank, change)
+
+
+def compare(monkeypatch, capsys, pair, *options, ranks=RANKS):
+    """Run the comparison in this process; return its exit status, stdout and stderr."""
+    arguments = ["--reference-dir", pair[0], "--actual-dir", pair[1], "--world-size", ranks, *options]
+    monkeypatch.setattr(sys, "argv", ["compare_training.py", *map(str, arguments)])
+    try:
+        status = compare_training.main()
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def verdict(monkeypatch, capsys, pair):
+    return lambda *options, **settings: compare(monkeypatch, capsys, pair, *options, **settings)
+
+
+@pytest.mark.parametrize("mode", SCRIPTS)
+def test_clean_pair_passes_in_every_mode(runs, tmp_path, monkeypatch, capsys, mode):
+    shutil.copytree(runs(mode).directory, tmp_path / "actual")
+    status, out, err = compare(monkeypatch, capsys, (runs(mode).directory, tmp_path / "actual"))
+    assert (status, err) == (0, "")
+    for rank in range(RANKS):
+        assert f"rank={rank} parity=passed" in out
+    assert out.endswith(f"PASS comparison ranks={RANKS} steps={STEPS}\n")
+    assert "No accelerator was checked" in out
+
+
+def test_table_shows_losses_and_names_the_devices(pair, verdict):
+    edit_all(pair[1], lambda content: content["metadata"].update(device="cuda", backend="nccl"))
+    status, out, _ = verdict()
+    assert status == 0
+    header = next(line for line in out.splitlines() if line.startswith("step"))
+    assert header.split()[1:5] == ["reference", "cpu", "actual", "cuda"]
+    assert "neuron" not in out.lower()
+    table = out[out.index(header) :].splitlines()[1 : STEPS + 1]
+    assert [line.split()[0] for line in table] == ["1", "2", "3"]
+    assert table[0].split()[1].startswith("0.75420")
+    assert "No accelerator was checked" not in out
+
+
+def test_float32_rounding_passes_and_is_measured(pair, verdict):
+    def nudge(content):
+        for record in content["records"]:
+            for name, value in record["gradients"].items():
+                record["gradients"][name] = value * (1 + 2**-22)
+
+    edit_all(pair[1], nudge)
+    status, out, _ = verdict()
+    assert status == 0
+    row = next(line for line in out.splitlines() if line.startswith("gradients")).split()
+    assert row[1:3] == [str(4 * RANKS * STEPS), "0"]
+    assert 1.5 < float(row[3]) < 2.5  # in eps of float32, 2**-23
+    assert 1e-7 < float(row[5]) < 3e-7
+
+
+@pytest.mark.parametrize("kind", ["gradients", "parameters", "deltas"])
+def test_one_altered_element_is_located(pair, verdict, kind):
+    def change(content):
+        content["records"][1][kind]["0.weight"][12, 7] += 1e-3
+
+    edit(pair[1], 2, change)
+    status, out, _ = verdict()
+    assert status == 1
+    assert "rank=2 parity=FAILED mismatched_tensors=1" in out
+    assert out.count("parity=passed") == RANKS - 1
+    first = next(line for line in out.splitlines() if line.startswith("First"))
+    assert f"rank 2, step 2, {kind} 0.weight[12, 7]: reference" in first
+    assert "1 of 32768 elements differ" in first
+    assert out.endswith(f"FAIL comparison ranks={RANKS} steps={STEPS}\n")
+
+
+def test_smallest_passing_tolerance_is_exact(pair, verdict):
+    edit(pair[1], 0, lambda content: content["records"][0]["gradients"]["2.bias"].mul_(1 + 1e-3))
+    status, out, _ = verdict()
+    assert status == 1
+    row = next(line for line in out.splitlines() if line.startswith("gradients")).split()
+    needed = float(row[5])
+    assert verdict("--rtol", needed * 1.1)[0] == 0
+    assert verdict("--rtol", needed * 0.9)[0] == 1
+
+
+def test_atol_is_absolute(pair, verdict):
+    edit(pair[1], 0, lambda content: content["records"][0]["output"].add_(1e-3))
+    assert verdict("--rtol", "0", "--atol", "1.1e-3")[0] == 0
+    assert verdict("--rtol", "0", "--atol", "0.9e-3")[0] == 1
+
+
+def test_all_mismatches_are_counted_and_the_first_in_causal_order_is_told(pair, verdict):
+    edit(pair[1], 0, lambda content: content["records"][2]["output"].add_(1))
+    edit(pair[1], 1, lambda content: content["records"][1]["deltas"]["2.bias"].mul_(2))
+    edit(pair[1], 3, lambda content: content["records"][1]["gradients"]["2.weight"].mul_(2))
+    status, out, _ = verdict()
+    assert status == 1
+    assert "3 of 168 tensors on 3 of 4 ranks do not match" in out
+    assert "First in causal order: rank 3, step 2, gradients 2.weight" in out
+
+
+def test_loss_off_by_a_thousandth(pair, verdict):
+    def change(content):
+        content["records"][2]["loss"] += 1e-3
+
+    edit(pair[1], 3, change)
+    status, out, _ = verdict()
+    assert status == 1
+    assert "rank 3, step 3, losses global loss: reference 0.7409" in out
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("both", [True, False])
+def test_what_is_not_finite_never_passes(runs, tmp_path, monkeypatch, capsys, value, both):
+    directories = tmp_path / "reference", tmp_path / "actual"
+
+    def change(content):
+        content["records"][0]["gradients"]["0.bias"][5] = value
+
+    for directory in directories:
+        shutil.copytree(runs("ddp").directory, directory)
+        if both or directory.name == "actual":
+            edit(directory, 1, change)
+    status, out, _ = compare(monkeypatch, capsys, directories)
+    assert status == 1
+    assert "rank 1, step 1, gradients 0.bias[5]: reference" in out
+    assert f"not finite in the {'reference' if both else 'actual'} run" in out
+
+
+def test_all_zeros_in_both_runs_is_no_agreement(runs, tmp_path, monkeypatch, capsys):
+    def change(content):
+        for record in content["records"]:
+            for kind in ("gradients", "parameters", "deltas"):
+                for value in record[kind].values():
+                    value.zero_()
+            record["output"].zero_()
+            record["loss"] = 0.0
+
+    directories = tmp_path / "reference", tmp_path / "actual"
+    for directory in directories:
+        shutil.copytree(runs("ddp").directory, directory)
+        edit_all(directory, change)
+    status, out, _ = compare(monkeypatch, capsys, directories)
+    assert status == 1
+    assert "rank 0, step 1, outputs output: all zero in both runs, nothing is compared" in out
+
+
+def invalid(verdict, *words, **settings):
+    """Expect one line on stderr with these words, exit status 2 and nothing that looks like a result."""
+    status, out, err = verdict(**settings)
+    assert status == 2, out
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert "PASS" not in out and "passed" not in out
+    for word in words:
+        assert word in err
+
+
+def test_swapped_rank_files(pair, verdict):
+    (pair[1] / "rank-0.pt").rename(pair[1] / "x")
+    (pair[1] / "rank-1.pt").rename(pair[1] / "rank-0.pt")
+    (pair[1] / "x").rename(pair[1] / "rank-1.pt")
+    invalid(verdict, "rank-0.pt says rank 1, expected 0", "swapped")
+
+
+def test_missing_rank_file(pair, verdict):
+    (pair[1] / "rank-2.pt").unlink()
+    invalid(verdict, "has 3 of 4 rank files, rank-2.pt is missing")
+
+
+def test_extra_rank_file(pair, verdict):
+    shutil.copy(pair[1] / "rank-3.pt", pair[1] / "rank-4.pt")
+    invalid(verdict, "rank-4.pt, too many for --world-size 4")
+
+
+def test_wrong_world_size(pair, verdict):
+    invalid(verdict, "rank-2.pt, too many for --world-size 2", ranks=2)
+    invalid(verdict, "has 4 of 8 rank files, rank-4.pt is missing", ranks=8)
+    invalid(verdict, "--world-size is 0; nothing to compare", ranks=0)
+
+
+def test_truncated_rank_file(pair, verdict):
+    path = pair[1] / "rank-1.pt"
+    path.write_bytes(path.read_bytes()[:-1000])
+    invalid(verdict, "rank-1.pt cannot be read, it is truncated or no result file")
+
+
+def test_empty_and_absent_directories(pair, verdict):
+    for path in pair[1].iterdir():
+        path.unlink()
+    invalid(verdict, "has 0 of 4 rank files")
+    pair[1].rmdir()
+    invalid(verdict, "is not a directory")
+
+
+class Evil:
+    """Pickles to a call that creates the file at path."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("container", ["torch", "pickle"])
+def test_malicious_pickle_is_refused_and_not_run(pair, verdict, tmp_path, container):
+    trap = tmp_path / "executed"
+    content = torch.load(pair[1] / "rank-0.pt", weights_only=True)
+    content["metadata"]["extra"] = Evil(trap)
+    if container == "torch":
+        torch.save(content, pair[1] / "rank-0.pt")
+    else:
+        (pair[1] / "rank-0.pt").write_bytes(pickle.dumps(content["metadata"]))
+    assert not trap.exists()
+    invalid(verdict, "rank-0.pt cannot be read")
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("seed", 1), ("global_batch_size", 256), ("learning_rate", 0.1), ("mode", "fsdp"), ("model", "other")],
+)
+def test_another_job_is_invalid_input_not_a_mismatch(pair, verdict, key, value):
+    edit_all(pair[1], lambda content: content["metadata"].update({key: value}))
+    invalid(verdict, f"the runs differ in {key}", repr(value))
+
+
+def test_another_step_count(pair, verdict):
+    def shorten(content):
+        content["records"].pop()
+        content["metadata"]["steps"] -= 1
+
+    edit(pair[1], 1, lambda content: content["records"].pop())
+    invalid(verdict, "rank-1.pt has 2 step records, expected 3")
+    edit(pair[1], 1, lambda content: content["records"].append(content["records"][0]))
+    edit_all(pair[1], shorten)
+    invalid(verdict, "the runs differ in steps: reference 3, actual 2")
+
+
+def test_files_of_two_runs_in_one_directory(pair, verdict):
+    edit(pair[1], 2, lambda content: content["metadata"].update(run_id="another"))
+    invalid(verdict, "mixes runs: run_id is", "rank-2.pt")
+
+
+def test_other_names_shapes_and_types(pair, verdict):
+    def rename(content):
+        for record in content["records"]:
+            for kind in ("gradients", "parameters", "deltas"):
+                record[kind]["3.bias"] = record[kind].pop("2.bias")
+
+    def reshape(content):
+        for record in content["records"]:
+            record["output"] = record["output"].reshape(-1)
+
+    edit(pair[1], 1, reshape)
+    invalid(verdict, "rank 1: outputs output is (128, 128) torch.float32", "(16384,)")
+    shutil.copy(pair[0] / "rank-1.pt", pair[1])
+    edit(pair[1], 3, rename)
+    invalid(verdict, "rank 3:", "is in only one of the runs")
+
+
+@pytest.mark.parametrize(
+    "content", [{}, [], {"metadata": {}, "records": 3}, {"metadata": None, "records": [1]}]
+)
+def test_some_other_torch_file(pair, verdict, content):
+    torch.save(content, pair[1] / "rank-0.pt")
+    invalid(verdict, "rank-0.pt is no result file of format")
+
+
+def test_a_run_is_not_compared_with_itself(runs, monkeypatch, capsys):
+    directory = runs("ddp").directory
+    status, _, err = compare(monkeypatch, capsys, (directory, directory / ".." / directory.name))
+    assert status == 2
+    assert "would be compared with itself" in err
+
+
+def test_usage_errors_are_one_line(verdict):
+    for options in (("--rtol", "nan"), ("--rtol", "-1"), ("--atol", "x"), ("--what",)):
+        status, _, err = verdict(*options)
+        assert status == 2
+        assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_comparison_works_alone_in_an_empty_folder(pair, tmp_path):
+    (tmp_path / "alone").mkdir()
+    shutil.copy(ROOT / "compare_training.py", tmp_path / "alone")
+    arguments = ["--reference-dir", pair[0], "--actual-dir", pair[1], "--world-size", RANKS]
+    done = run(sys.executable, "-O", "compare_training.py", *arguments, cwd=tmp_path / "alone")
+    assert done.status == 0, done.err
+    assert f"PASS comparison ranks={RANKS} steps={STEPS}" in done.out
