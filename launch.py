@@ -140,7 +140,7 @@ def main() -> int:
         print(f"error: there is no script {args.training_script}", file=sys.stderr)
         return 2
 
-    if args.nnodes in ("1", "1:1") and (port := taken_port(args.rdzv_endpoint)):
+    if args.nnodes in ("1", "1:1") and (port := taken_port(args.rdzv_endpoint or f":{args.master_port}")):
         print(
             f"error: port {port} is in use; name another one, or --standalone for a free one", file=sys.stderr
         )

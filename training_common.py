@@ -268,10 +268,13 @@ def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: in
             raise InputError(f"--device neuron: package torch-neuronx is not installed; {fix}") from None
         if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 14):
             raise InputError(
-                f"--device neuron: torch-neuronx {version} is the XLA-based product of that name "
-                f"and has no native device; {fix}"
+                f"--device neuron: torch-neuronx {version} is older than 2.14, the first release for torch "
+                f"2.14 with a native device (the XLA-based product has the same name); {fix}"
             )
-        importlib.import_module("torch_neuronx")  # registers the device and both backends
+        try:
+            importlib.import_module("torch_neuronx")  # registers the device and both backends
+        except ImportError as error:
+            raise InputError(f"--device neuron: torch-neuronx {version} does not import: {error}") from None
     return torch.device(args.device)
 
 

@@ -1,0 +1,250 @@
+"""Mistakes end in one line that says what is wrong and what to do, without a traceback or a hang."""
+
+import argparse
+import importlib.metadata
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, ROOT, cpu_options, launch, run
+
+import training_common
+from training_common import InputError, add_run_arguments, initialize
+
+
+def arguments(*options):
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    return parser.parse_args([str(option) for option in options])
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """initialize(options), as one rank of a launch would call it, up to the first collective."""
+    monkeypatch.setattr(training_common.dist, "init_process_group", lambda backend: None)
+
+    def start(*options, rank=0, world_size=4):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, str(value))
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, str(world_size))
+        defaults = ["--expected-world-size", world_size, "--output-dir", tmp_path / "results"]
+        return initialize(arguments(*defaults, *options))
+
+    return start
+
+
+CPU = ("--device", "cpu", "--backend", "gloo")
+
+
+def test_valid_options_start(started, tmp_path):
+    assert started(*CPU, rank=2) == (2, 4, torch.device("cpu"))
+    assert (tmp_path / "results").is_dir()
+
+
+def test_defaults_are_the_tutorials():
+    args = arguments()
+    assert (args.device, args.backend, args.expected_world_size) == ("neuron", "neuron", 64)
+    assert (args.seed, args.steps) == (0, 10)
+
+
+def test_help_states_every_default(capsys):
+    with pytest.raises(SystemExit):
+        arguments("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for default in ("neuron", "64", "0", "10", "results/latest"):
+        assert f"(default: {default})" in text
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "x", "1.5"])
+def test_steps_that_are_no_count(capsys, steps):
+    with pytest.raises(SystemExit) as stop:
+        arguments("--steps", steps)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: argument --steps: ") and err.count("\n") == 1
+
+
+def test_not_started_by_a_launcher(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(
+        InputError, match="start this script with torchrun, for instance: torchrun --standalone"
+    ):
+        initialize(arguments(*CPU))
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "fix"),
+    [
+        ("cpu", "neuron", "use --device cpu --backend gloo"),
+        ("cpu", "nccl", "use --device cpu --backend gloo"),
+        ("neuron", "gloo", "use --device neuron --backend neuron"),
+        ("cuda", "neuron", "use --device cuda --backend nccl or gloo"),
+    ],
+)
+def test_device_and_backend_that_do_not_go_together(started, device, backend, fix):
+    with pytest.raises(InputError, match=f"--device {device} does not go with --backend {backend}; {fix}"):
+        started("--device", device, "--backend", backend)
+
+
+def test_wrong_world_size(started):
+    with pytest.raises(InputError, match="started 4 ranks, --expected-world-size is 8"):
+        started(*CPU, "--expected-world-size", 8)
+
+
+def test_neuron_without_the_package(started):
+    with pytest.raises(
+        InputError, match="package torch-neuronx is not installed; install torch-neuronx 2.14"
+    ):
+        started()
+
+
+@pytest.mark.parametrize("version", ["1.13.1.1.16.1", "2.8.0.2.10.16998", "2.13.3.0"])
+def test_neuron_package_without_a_native_device(started, monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(InputError, match=f"torch-neuronx {version} is older than 2.14"):
+        started()
+
+
+def test_neuron_package_that_fails_to_import(started, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.14.3.0")
+    with pytest.raises(InputError, match="torch-neuronx 2.14.3.0 does not import: No module named"):
+        started()
+
+
+def test_cuda_without_a_gpu(started, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(InputError, match="torch sees no GPU; use --device cpu --backend gloo"):
+        started("--device", "cuda", "--backend", "nccl")
+
+
+def test_nccl_with_more_ranks_than_gpus(started, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(InputError, match="one GPU per rank: 4 ranks, 3 GPUs"):
+        started("--device", "cuda", "--backend", "nccl")
+    assert started("--device", "cuda", "--backend", "gloo", rank=3)[2] == torch.device("cuda", 0)
+
+
+def test_output_directory_below_a_file(started, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written: Not a directory; use another directory"):
+        started(*CPU, "--output-dir", tmp_path / "file" / "results")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_someone_elses_files_are_refused_and_left_untouched(started, tmp_path, rank):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "rank-0.pt").write_bytes(b"mine too")
+    with pytest.raises(InputError, match="holds notes.txt, which no run of these scripts wrote"):
+        started(*CPU, "--output-dir", tmp_path, rank=rank)
+    (tmp_path / "notes.txt").unlink()
+    with pytest.raises(InputError, match="holds rank-0.pt, which no run of these scripts wrote"):
+        started(*CPU, "--output-dir", tmp_path)
+    assert (tmp_path / "rank-0.pt").read_bytes() == b"mine too"
+
+
+def test_an_earlier_runs_files_are_cleared(started, tmp_path):
+    for name in ("rank-0.pt", "rank-63.pt"):
+        torch.save({"metadata": {"format": training_common.FORMAT}, "records": []}, tmp_path / name)
+    (tmp_path / "rank-5.pt.tmp").touch()
+    started(*CPU, "--output-dir", tmp_path, rank=1)
+    assert len(list(tmp_path.iterdir())) == 3  # the first rank of a node clears, no other
+    started(*CPU, "--output-dir", tmp_path, rank=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def failed_launch(done):
+    """Return the one line that a failed launch ends with."""
+    assert done.status != 0
+    lines = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and done.err.endswith(lines[0] + "\n"), done.err
+    assert "Traceback" not in done.err and "Traceback" not in done.out
+    return lines[0]
+
+
+def test_launch_reports_the_first_failing_rank_its_error_and_log(tmp_path):
+    script = [ROOT / "distributed_train.py", "--parallelism", "tp"]
+    done = launch(3, tmp_path / "logs", *script, *cpu_options(3, tmp_path / "results"))
+    line = failed_launch(done)
+    assert done.status == 2
+    assert "failed first: HIDDEN_FEATURES = 256 does not divide evenly over 3 tp ranks" in line
+    log = Path(line.rpartition("its log: ")[2]).read_text()
+    assert log.startswith("error: HIDDEN_FEATURES = 256 does not divide") and log.count("\n") == 1
+
+
+def test_launch_without_logs_says_so(tmp_path):
+    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=2"]
+    done = run(*command, ROOT / "distributed_train.py", "--parallelism", "pp", *cpu_options(2, tmp_path))
+    assert done.status == 2
+    lines = done.err.splitlines()
+    assert lines[-1].startswith("error: rank ") and "use --log-dir DIR --redirects 3" in lines[-1]
+    assert any("invalid choice: 'pp'" in line for line in lines[:-1])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        (4, ["--compile-backend", "nope"], "--compile-backend nope is not known to torch; use aot_eager"),
+        (6, ["--compile-backend", "aot_eager"], "6 ranks do not divide into groups of TP_DEGREE = 4"),
+    ],
+)
+def test_simplefsdp_with_wrong_options(tmp_path, ranks, options, words):
+    script = [ROOT / "simplefsdp_tp_train.py", *options]
+    done = launch(ranks, tmp_path / "logs", *script, *cpu_options(ranks, tmp_path / "results"))
+    assert words in failed_launch(done)
+    assert done.status == 2
+
+
+def test_launch_of_what_is_no_script(tmp_path):
+    assert "there is no script" in failed_launch(launch(2, tmp_path, tmp_path / "absent.py"))
+    assert "use torchrun for -m" in failed_launch(launch(2, tmp_path, "-m", "json.tool"))
+
+
+@pytest.mark.parametrize("option", ["--master-port={}", "--rdzv-backend=c10d --rdzv-endpoint=localhost:{}"])
+def test_launch_on_a_port_that_is_in_use(tmp_path, option):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, ROOT / "launch.py", *option.format(port).split(), "--nproc-per-node=2"]
+        script = [ROOT / "distributed_train.py", "--parallelism", "ddp"]
+        done = run(*command, *script, *cpu_options(2, tmp_path / "results"), timeout=60)
+    assert f"port {port} is in use" in failed_launch(done)
+
+
+def test_killed_rank_ends_the_run_and_leaves_no_complete_result(tmp_path):
+    script = [ROOT / "distributed_train.py", "--parallelism", "ddp"]
+    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=4"]
+    command += ["--log-dir", tmp_path / "logs", "--redirects", "3", ROOT / "tests" / "write_pid.py", *script]
+    process = subprocess.Popen(
+        [str(part) for part in [*command, *cpu_options(4, tmp_path / "results", steps=100_000)]],
+        env=ENVIRONMENT | {"PID_DIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        log = "attempt_0/2/stdout.log"
+        while not any("step=3/" in path.read_text() for path in tmp_path.glob(f"logs/*/{log}")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(4)]
+        os.kill(pids[2], signal.SIGKILL)
+        killed = time.monotonic()
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert time.monotonic() - killed < 30
+    assert err.startswith("error: rank 2 failed first: killed by SIGKILL") and err.count("\n") == 1
+    assert not (tmp_path / "results" / "rank-0.pt").exists()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

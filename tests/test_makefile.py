@@ -1,0 +1,139 @@
+"""The Makefile: the chain of a mode, what is run again and what is not, and what it sets."""
+
+import re
+import shutil
+import sys
+
+import pytest
+from conftest import ROOT, run
+
+MODES = ("ddp", "fsdp", "tp", "simplefsdp-tp")
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(targets and variables...), in a copy of the scripts, two ranks and two steps."""
+    for name in ("Makefile", *(path.name for path in ROOT.glob("*.py"))):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def call(*arguments, **environment):
+        settings = ["RANKS=2", "STEPS=2", f"PYTHON={sys.executable}"]
+        return run("make", "--no-print-directory", *settings, *arguments, cwd=tmp_path, **environment)
+
+    call.directory = tmp_path
+    return call
+
+
+def completed(done):
+    """Return the names of the runs that a make completed, in order."""
+    return re.findall(r"^== (\S+): 2 ranks completed in \d+ s", done.out, re.MULTILINE)
+
+
+def test_a_modes_chain_and_what_is_not_run_again(make):
+    done = make("ddp")
+    assert done.status == 0, done.out + done.err
+    assert completed(done) == ["cpu-ddp", "ddp"]
+    assert done.out.endswith("PASS comparison ranks=2 steps=2\n")
+    assert "No accelerator was checked" in done.out
+    assert done.out.count("step=1/2 training=completed") == 2  # rank 0's, of each run
+    assert "PASS rank=1" not in done.out
+    logs = [path.read_text() for path in make.directory.glob("results/logs/ddp/*/attempt_0/1/stdout.log")]
+    assert len(logs) == 1 and "PASS rank=1 mode=ddp world_size=2" in logs[0]
+
+    again = make("cpu-ddp")
+    assert (again.status, completed(again)) == (0, [])
+    changed = make("cpu-ddp", "STEPS=1")
+    assert completed(changed) == ["cpu-ddp"]
+    mismatch = make("compare-ddp", "STEPS=1")
+    assert mismatch.status != 0
+    assert "error: the runs differ in steps: reference 1, actual 2" in mismatch.err
+
+    # A run that was cut off has no rank-0.pt, whatever else it wrote.
+    (make.directory / "results" / "cpu-ddp" / "rank-0.pt").unlink()
+    assert completed(make("cpu-ddp", "STEPS=1")) == ["cpu-ddp"]
+    with (make.directory / "distributed_train.py").open("a") as script:
+        script.write("# changed\n")
+    assert completed(make("cpu-ddp", "STEPS=1")) == ["cpu-ddp"]
+
+    (make.directory / "results" / "keep.txt").write_text("mine")
+    assert make("clean").status == 0
+    assert [path.name for path in (make.directory / "results").iterdir()] == ["keep.txt"]
+
+
+def test_parallel_make_runs_one_after_the_other(make):
+    done = make("-j2", "cpu-fsdp", "cpu-tp", "STEPS=1")
+    assert completed(done) == ["cpu-fsdp", "cpu-tp"]
+    lines = [line for line in done.out.splitlines() if line.startswith("==")]
+    assert [line.split()[1] for line in lines] == ["cpu-fsdp:", "cpu-fsdp:", "cpu-tp:", "cpu-tp:"]
+
+
+def test_failed_run_ends_the_chain_before_the_comparison(make):
+    done = make("-k", "tp", "RANKS=3")
+    assert done.status != 0
+    assert "error: rank" in done.err and "does not divide evenly over 3 tp ranks" in done.err
+    assert "compare" not in done.out
+    assert "Traceback" not in done.err
+
+
+def test_help_lists_every_target(make):
+    for done in (make(), make("help")):
+        assert done.status == 0
+        for target in (
+            "<mode>",
+            "all-parity",
+            "cpu-<mode>",
+            "device-<mode>",
+            "compare-<mode>",
+            "test",
+            "lint",
+        ):
+            assert f"make {target} " in done.out
+        assert all(mode in done.out for mode in MODES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "backend", "compile_backend"),
+    [
+        (["DEVICE=neuron"], "neuron", "neuron"),
+        (["DEVICE=cpu"], "gloo", "aot_eager"),
+        (["DEVICE=cuda"], "nccl", "aot_eager"),
+        (["DEVICE=cuda", "BACKEND=gloo", "COMPILE_BACKEND=inductor"], "gloo", "inductor"),
+    ],
+)
+def test_backends_follow_from_the_device(make, settings, backend, compile_backend):
+    printed = make("-n", "device-simplefsdp-tp", *settings, "LAUNCH=torchrun").out
+    device = settings[0].partition("=")[2]
+    for words in (f"--device {device}", f"--backend {backend}", f"--compile-backend {compile_backend}"):
+        assert words in printed
+    assert "torchrun --standalone --nproc-per-node=2" in printed
+    reference = make("-n", "cpu-simplefsdp-tp", *settings).out
+    assert "--compile-backend aot_eager" in reference and "--device cpu --backend gloo" in reference
+
+
+def test_without_torch_neuronx_the_device_is_the_cpu(make):
+    assert "DEVICE=cpu BACKEND=gloo COMPILE_BACKEND=aot_eager" in make("help").out
+
+
+def test_environment_of_the_runs_is_the_tutorials(make):
+    (make.directory / "show.py").write_text("import os\nprint(sorted(os.environ.items()))\n")
+    unset = ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "TORCH_NEURONX_ENABLE_STREAMS")
+    done = make("device-ddp", f"LAUNCH={sys.executable} show.py", **dict.fromkeys(unset, "1"))
+    for name, value in (
+        ("NEURON_LOGICAL_NC_CONFIG", "2"),
+        ("TORCH_NEURONX_ENABLE_HOST_CC", "0"),
+        ("OMP_NUM_THREADS", "1"),
+    ):
+        assert f"('{name}', '{value}')" in done.out
+    for name in unset:
+        assert name not in done.out
+
+
+def test_old_python_is_refused_in_one_line(make):
+    old = make.directory / "python3.9"
+    as_if = "import sys; sys.version_info = (3, 9, 18); exec(sys.argv[1])"
+    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{as_if}' \"$2\"\n")
+    old.chmod(0o755)
+    done = run("make", ".venv/installed", f"BASE_PYTHON={old}", cwd=make.directory)
+    assert done.status != 0
+    assert f"error: {old} is Python 3.9, 3.11 or newer is needed: make BASE_PYTHON=" in done.err
+    assert not (make.directory / ".venv").exists()
