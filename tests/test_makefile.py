@@ -13,7 +13,7 @@ MODES = ("ddp", "fsdp", "tp", "simplefsdp-tp")
 @pytest.fixture
 def make(tmp_path):
     """make(targets and variables...), in a copy of the scripts, two ranks and two steps."""
-    for name in ("Makefile", *(path.name for path in ROOT.glob("*.py"))):
+    for name in ("Makefile", "requirements.txt", *(path.name for path in ROOT.glob("*.py"))):
         shutil.copy(ROOT / name, tmp_path)
 
     def call(*arguments, **environment):
