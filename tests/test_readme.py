@@ -1,0 +1,67 @@
+"""Every command in the README runs: torchrun and python lines for real at four ranks, make lines as far
+as they were not run for real elsewhere (test_makefile.py, and CI, which runs every mode at 64 ranks)."""
+
+import re
+import shlex
+import sys
+
+import pytest
+from conftest import ROOT, run
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+INLINE = re.findall(r"`(make [^`]+)`", README)
+
+
+def test_there_are_commands():
+    assert "make ddp" in COMMANDS and "make test" in COMMANDS
+    assert sum(command.startswith("torchrun") for command in COMMANDS) == 5
+    assert all(command.split()[0] in ("make", "torchrun", "python") for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", sorted({c for c in COMMANDS + INLINE if c.startswith("make")}))
+def test_make_command_is_understood(command):
+    words = shlex.split(command.replace("<mode>", "fsdp"))
+    done = run("make", "-n", f"PYTHON={sys.executable}", *words[1:])
+    assert done.status == 0, done.err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("readme")
+
+
+# In the order of the README: the last one compares what the ones before wrote.
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
+def test_command_line_works_apart_from_the_rank_count(folder, command):
+    words = shlex.split(
+        command.replace("--nproc-per-node=64", "--nproc-per-node=4 ").replace("size 64", "size 4")
+    )
+    if words[0] == "torchrun":
+        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
+    else:
+        words[0] = sys.executable
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
+    if "compare_training.py" not in command:
+        words += ["--expected-world-size", "4"]
+    done = run(*words, cwd=folder)
+    if "--device" in command or "reference_train" in command:
+        assert done.status == 0, done.err
+        assert len(re.findall(r"PASS rank=\d mode=\w+ world_size=4", done.out)) == 4
+    elif "compare_training.py" in command:
+        assert done.status == 0, done.err
+        assert done.out.endswith("PASS comparison ranks=4 steps=10\n")
+    else:  # the default device, which this machine lacks
+        assert done.status != 0
+        assert "error: --device neuron: package torch-neuronx is not installed" in done.err
+
+
+def test_named_files_exist():
+    for name in re.findall(r"^\| `([\w.]+)` \|", README, re.MULTILINE):
+        if "." in name or name == "Makefile":
+            assert (ROOT / name).exists(), name
