@@ -1,5 +1,5 @@
-"""Every command in the README runs: torchrun and python lines for real at four ranks, make lines as far
-as they were not run for real elsewhere (test_makefile.py, and CI, which runs every mode at 64 ranks)."""
+"""Every command in the README runs: torchrun and python lines for real at two or four ranks, make lines
+as far as they were not run for real elsewhere (test_makefile.py, and CI, which runs every mode at 64 ranks)."""
 
 import re
 import shlex
@@ -39,23 +39,25 @@ def folder(tmp_path_factory):
 # In the order of the README: the last one compares what the ones before wrote.
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
 def test_command_line_works_apart_from_the_rank_count(folder, command):
-    words = shlex.split(
-        command.replace("--nproc-per-node=64", "--nproc-per-node=4 ").replace("size 64", "size 4")
-    )
+    ranks = "4" if "simplefsdp" in command else "2"
+    for option in ("--nproc-per-node=", "--world-size "):
+        command = command.replace(f"{option}64", f"{option}{ranks}")
+    words = shlex.split(command)
     if words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
     else:
         words[0] = sys.executable
     words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
     if "compare_training.py" not in command:
-        words += ["--expected-world-size", "4"]
+        words += ["--expected-world-size", ranks]
     done = run(*words, cwd=folder)
     if "--device" in command or "reference_train" in command:
         assert done.status == 0, done.err
-        assert len(re.findall(r"PASS rank=\d mode=\w+ world_size=4", done.out)) == 4
+        passes = re.findall(rf"PASS rank=\d mode=\w+ world_size={ranks}", done.out)
+        assert len(passes) == int(ranks)
     elif "compare_training.py" in command:
         assert done.status == 0, done.err
-        assert done.out.endswith("PASS comparison ranks=4 steps=10\n")
+        assert done.out.endswith("PASS comparison ranks=2 steps=10\n")
     else:  # the default device, which this machine lacks
         assert done.status != 0
         assert "error: --device neuron: package torch-neuronx is not installed" in done.err
