@@ -1,5 +1,8 @@
-"""Every command in the README runs: torchrun and python lines for real at two or four ranks, make lines
-as far as they were not run for real elsewhere (test_makefile.py, and CI, which runs every mode at 64 ranks)."""
+"""Every command in the README runs.
+
+torchrun and python lines run for real at two or four ranks. make lines are checked with make -n: for
+real they run in test_makefile.py and in CI, which runs every mode at 64 ranks.
+"""
 
 import re
 import shlex
