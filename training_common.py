@@ -283,7 +283,7 @@ def _prepare_output_dir(directory: Path, rank: int, clear: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f"rank-{rank}.pt.tmp"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # the rank that clears may have been faster
         names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
         raise InputError(
@@ -304,6 +304,8 @@ def _prepare_output_dir(directory: Path, rank: int, clear: bool) -> None:
 
 def _is_record(path: Path) -> bool:
     # save_results puts the format's name at the head of the file.
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         return FORMAT.encode() in file.read(1024)
 

@@ -150,6 +150,13 @@ def test_someone_elses_files_are_refused_and_left_untouched(started, tmp_path, r
     assert (tmp_path / "rank-0.pt").read_bytes() == b"mine too"
 
 
+def test_a_directory_with_a_rank_files_name_is_refused(started, tmp_path):
+    (tmp_path / "rank-0.pt").mkdir()
+    with pytest.raises(InputError, match="holds rank-0.pt, which no run of these scripts wrote"):
+        started(*CPU, "--output-dir", tmp_path)
+    assert (tmp_path / "rank-0.pt").is_dir()
+
+
 def test_an_earlier_runs_files_are_cleared(started, tmp_path):
     for name in ("rank-0.pt", "rank-63.pt"):
         torch.save({"metadata": {"format": training_common.FORMAT}, "records": []}, tmp_path / name)
