@@ -67,8 +67,6 @@ def start_fork_server(ranks: int) -> None:
     # Connect only ranks that talk to each other, when they do, instead of all pairs at the start.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
-    if ranks > 1:  # torchrun sets it too, and warns that it did
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if ranks > (os.cpu_count() or 1) and hasattr(os, "SCHED_BATCH"):
         # Ranks take turns on the cores. Without preemption at every message that arrives, each
         # turn gets more done: Gloo collectives take a tenth to a third less time.
@@ -114,6 +112,8 @@ def describe_failure(error, log_dir: str | None) -> tuple[str, int]:
 def main() -> int:
     """Launch the script named on the command line; return its exit status."""
     ranks = requested_ranks()
+    if ranks > 1:  # torchrun sets it too, and warns that it did
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if ranks <= MOST_FORKED_RANKS:
         start_fork_server(ranks)
 

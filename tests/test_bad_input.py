@@ -209,6 +209,14 @@ def test_simplefsdp_with_wrong_options(tmp_path, ranks, options, words):
     assert done.status == 2
 
 
+def test_more_ranks_than_a_fork_server_starts_still_run(tmp_path):
+    (tmp_path / "hello.py").write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    done = launch(121, tmp_path / "logs", tmp_path / "hello.py")
+    assert (done.status, done.err) == (0, "")
+    assert "121 ranks: more than a fork server can start, each imports torch itself" in done.out
+    assert len(list(tmp_path.glob("logs/*/attempt_0/*/stdout.log"))) == 121
+
+
 def test_launch_of_what_is_no_script(tmp_path):
     assert "there is no script" in failed_launch(launch(2, tmp_path, tmp_path / "absent.py"))
     assert "use torchrun for -m" in failed_launch(launch(2, tmp_path, "-m", "json.tool"))
