@@ -60,7 +60,7 @@ help:
 	@echo 'make <mode>            CPU reference, device run and comparison of one mode'
 	@echo 'make all-parity        the same for all modes'
 	@echo 'make cpu-<mode>        the CPU reference, unless it exists with these settings'
-	@echo 'make device-<mode>     the device run'
+	@echo 'make device-<mode>     the device run; with DEVICE=cpu a second CPU run'
 	@echo 'make compare-<mode>    the comparison of the two'
 	@echo 'make test              run the tests'
 	@echo 'make lint              check style and formatting'
@@ -68,6 +68,7 @@ help:
 	@echo 'make bench             time the CPU references, launch.py beside torchrun'
 	@echo 'make clean             remove results, logs and caches; .venv stays'
 	@echo
+	@echo 'Variables, for instance: make ddp RANKS=4 STEPS=3. Now:'
 	@echo 'RANKS=$(RANKS) STEPS=$(STEPS) SEED=$(SEED) DEVICE=$(DEVICE) BACKEND=$(BACKEND) COMPILE_BACKEND=$(COMPILE_BACKEND)'
 	@echo 'RESULTS=$(RESULTS) PYTHON=$(PYTHON) LAUNCH="$(LAUNCH)"'
 
@@ -99,6 +100,7 @@ all-parity: $(MODES)
 
 # rank-0.pt is written last: where it stands, the run is complete.
 $(MODES:%=cpu-%): cpu-%: $(RESULTS)/cpu-%/rank-0.pt
+	@echo "== $@: reference of $(RANKS) ranks, $(STEPS) steps, seed $(SEED) is in $(RESULTS)/$@"
 
 $(REFERENCES): $(RESULTS)/cpu-%/rank-0.pt: $(RESULTS)/.settings-% $(SCRIPTS)
 	$(call run,cpu-$*,cpu,gloo,$(call script,$*,aot_eager))
@@ -119,11 +121,11 @@ $(MODES:%=compare-%): compare-%: | $(ENVIRONMENT)
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "error: $(BASE_PYTHON) is Python %d.%d, 3.11 or newer is needed: make BASE_PYTHON=python3.12" % v[:2])'
 	@echo "== installing torch into .venv, once: some minutes, some GB"
 	@$(BASE_PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements.txt
 	@touch $@
 
 .venv/installed-dev: requirements-dev.txt .venv/installed
-	.venv/bin/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 test: | $(DEV_ENVIRONMENT)
@@ -143,7 +145,7 @@ bench: | $(ENVIRONMENT)
 
 # Only what the runs wrote: RESULTS may be a folder that holds more.
 clean:
-	rm -f $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)/rank-*.pt $(RESULTS)/$(run)/rank-*.pt.tmp)
-	rm -rf $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/logs/$(run)) $(SETTINGS)
+	@rm -f $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)/rank-*.pt $(RESULTS)/$(run)/rank-*.pt.tmp)
+	@rm -rf $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/logs/$(run)) $(SETTINGS)
 	-@rmdir $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)) $(RESULTS)/logs $(RESULTS) 2>/dev/null || true
-	rm -rf .pytest_cache .ruff_cache __pycache__ tests/__pycache__
+	@rm -rf .pytest_cache .ruff_cache __pycache__ tests/__pycache__

@@ -1,9 +1,9 @@
-"""Train the same job with DDP, FSDP2 or DTensor tensor parallelism, on CPU, Neuron or CUDA.
+r"""Train the same job with DDP, FSDP2 or DTensor tensor parallelism, on CPU, Neuron or CUDA.
 
-    torchrun --standalone --nproc-per-node=64 distributed_train.py --parallelism ddp \
-        --seed 0 --steps 10 --output-dir results/ddp
     torchrun --standalone --nproc-per-node=4 distributed_train.py --parallelism fsdp \
         --device cpu --backend gloo --expected-world-size 4 --output-dir results/cpu-fsdp
+    torchrun --standalone --nproc-per-node=64 distributed_train.py --parallelism ddp \
+        --seed 0 --steps 10 --output-dir results/ddp        # on Neuron, the default device
 
 Each rank records its outputs, full gradients and parameter updates in <output-dir>/rank-<rank>.pt;
 compare_training.py compares two such runs. What a rank holds at N ranks:
@@ -36,6 +36,7 @@ from training_common import (
     initialize,
     make_batch,
     make_model,
+    print_line,
     run_script,
     save_results,
     train,
@@ -47,20 +48,23 @@ def main(default_device: str = DEVICE_TYPE, default_backend: str = PROCESS_GROUP
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parallelism", choices=("ddp", "fsdp", "tp"), required=True)
+    parser.add_argument(
+        "--parallelism", choices=("ddp", "fsdp", "tp"), required=True, help="how to distribute the model"
+    )
     add_run_arguments(parser, device=default_device, backend=default_backend)
     args = parser.parse_args()
     mode = args.parallelism
     data_parallel = mode in ("ddp", "fsdp")
 
+    ranks = args.expected_world_size
+    if data_parallel:
+        check_divides("GLOBAL_BATCH_SIZE", GLOBAL_BATCH_SIZE, ranks, "data-parallel ranks")
+    if mode != "ddp":
+        check_divides("HIDDEN_FEATURES", HIDDEN_FEATURES, ranks, f"{mode} ranks")
+        check_divides("INPUT_FEATURES", INPUT_FEATURES, ranks, f"{mode} ranks")
+
     rank, world_size, device = initialize(args)
     try:
-        if data_parallel:
-            check_divides("GLOBAL_BATCH_SIZE", GLOBAL_BATCH_SIZE, world_size, "data-parallel ranks")
-        if mode != "ddp":
-            check_divides("HIDDEN_FEATURES", HIDDEN_FEATURES, world_size, f"{mode} ranks")
-            check_divides("INPUT_FEATURES", INPUT_FEATURES, world_size, f"{mode} ranks")
-
         model = make_model("eager", args.seed).to(device)
         forward = model
         if mode == "ddp":
@@ -111,7 +115,7 @@ def main(default_device: str = DEVICE_TYPE, default_backend: str = PROCESS_GROUP
             tp_degree=1 if data_parallel else world_size,
             tp_rank=0 if data_parallel else rank,
         )
-        print(f"PASS rank={rank} mode={mode} world_size={world_size}", flush=True)
+        print_line(f"PASS rank={rank} mode={mode} world_size={world_size}")
     finally:
         dist.destroy_process_group()
 

@@ -112,6 +112,9 @@ def describe_failure(error, log_dir: str | None) -> tuple[str, int]:
 def main() -> int:
     """Launch the script named on the command line; return its exit status."""
     ranks = requested_ranks()
+    if ranks < 1:
+        print("error: --nproc-per-node is 0; start at least one rank", file=sys.stderr)
+        return 2
     if ranks > 1:  # torchrun sets it too, and warns that it did
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if ranks <= MOST_FORKED_RANKS:

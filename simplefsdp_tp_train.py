@@ -1,9 +1,9 @@
-"""Train with SimpleFSDP and tensor parallelism in one compiled graph, on CPU, Neuron or CUDA.
+r"""Train with SimpleFSDP and tensor parallelism in one compiled graph, on CPU, Neuron or CUDA.
 
     torchrun --standalone --nproc-per-node=64 simplefsdp_tp_train.py \
-        --seed 0 --steps 10 --output-dir results/simplefsdp-tp
-    torchrun --standalone --nproc-per-node=64 simplefsdp_tp_train.py \
         --device cpu --backend gloo --compile-backend aot_eager --output-dir results/cpu-simplefsdp-tp
+    torchrun --standalone --nproc-per-node=64 simplefsdp_tp_train.py \
+        --seed 0 --steps 10 --output-dir results/simplefsdp-tp      # on Neuron, the default device
 
 The mesh at 64 ranks and TP_DEGREE 4. A row is one replica: its four ranks see the same 32 samples.
 A column holds the same quarter of the hidden features, each rank a sixteenth of that quarter.
@@ -37,6 +37,7 @@ from training_common import (
     initialize,
     make_batch,
     make_model,
+    print_line,
     run_script,
     save_results,
     train,
@@ -126,23 +127,19 @@ def main() -> None:
     )
     args = parser.parse_args()
 
+    ranks = args.expected_world_size
+    if ranks % TP_DEGREE:
+        raise InputError(
+            f"{ranks} ranks do not divide into groups of TP_DEGREE = {TP_DEGREE}; start a "
+            f"multiple of {TP_DEGREE} ranks, or edit TP_DEGREE in training_common.py"
+        )
+    dp_degree = ranks // TP_DEGREE
+    check_divides("GLOBAL_BATCH_SIZE", GLOBAL_BATCH_SIZE, dp_degree, "data-parallel replicas")
+    check_divides("HIDDEN_FEATURES", HIDDEN_FEATURES, TP_DEGREE, "tensor-parallel ranks")
+    check_divides("INPUT_FEATURES", INPUT_FEATURES, dp_degree, "FSDP ranks")
+
     rank, world_size, device = initialize(args)
     try:
-        if args.compile_backend not in torch.compiler.list_backends(exclude_tags=None):
-            raise InputError(
-                f"--compile-backend {args.compile_backend} is not known to torch; "
-                f"use {'neuron' if args.device == 'neuron' else 'aot_eager'} with --device {args.device}"
-            )
-        if world_size % TP_DEGREE:
-            raise InputError(
-                f"{world_size} ranks do not divide into groups of TP_DEGREE = {TP_DEGREE}; start a "
-                f"multiple of {TP_DEGREE} ranks, or edit TP_DEGREE in training_common.py"
-            )
-        dp_degree = world_size // TP_DEGREE
-        check_divides("GLOBAL_BATCH_SIZE", GLOBAL_BATCH_SIZE, dp_degree, "data-parallel replicas")
-        check_divides("HIDDEN_FEATURES", HIDDEN_FEATURES, TP_DEGREE, "tensor-parallel ranks")
-        check_divides("INPUT_FEATURES", INPUT_FEATURES, dp_degree, "FSDP ranks")
-
         mesh = init_device_mesh(args.device, (dp_degree, TP_DEGREE), mesh_dim_names=("dp", "tp"))
         dp_rank, tp_rank = mesh.get_coordinate()
         model = SimpleFSDPModel(make_model("simplefsdp", args.seed).to(device), mesh)
@@ -179,7 +176,7 @@ def main() -> None:
             tp_degree=TP_DEGREE,
             tp_rank=tp_rank,
         )
-        print(f"PASS rank={rank} mode=simplefsdp_tp world_size={world_size}", flush=True)
+        print_line(f"PASS rank={rank} mode=simplefsdp_tp world_size={world_size}")
     finally:
         dist.destroy_process_group()
 

@@ -126,6 +126,12 @@ def _assemble(tensor: DTensor, columns: torch.Tensor) -> torch.Tensor:
     return blocks.permute(order).reshape(tensor.shape)
 
 
+def print_line(text: str) -> None:
+    """Print a line in one write: ranks that share a terminal then do not write into each other's."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def train(
     parameters: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
@@ -152,7 +158,10 @@ def train(
         output, loss = train_step(step)
         missing = [name for name, parameter in parameters.items() if parameter.grad is None]
         if missing:
-            raise RuntimeError(f"step {step + 1}: no gradient reached parameter {missing[0]}")
+            raise RuntimeError(
+                f"step {step + 1}: no gradient reached parameter {missing[0]}; "
+                "leave parameters out that are not trained (requires_grad=False)"
+            )
         # Copied before the step, because an optimizer may change gradients in place.
         gradients = [parameter.grad.detach().clone() for parameter in parameters.values()]
         optimizer.step()
@@ -171,7 +180,7 @@ def train(
                 "deltas": dict(zip(parameters, deltas, strict=True)),
             }
         )
-        print(f"step={step + 1}/{steps} training=completed", flush=True)
+        print_line(f"step={step + 1}/{steps} training=completed")
     return records
 
 
@@ -209,7 +218,12 @@ def add_run_arguments(
 
     option("--device", device, "where tensors live", choices=tuple(BACKENDS))
     option("--backend", backend, "process-group backend", choices=("gloo", "neuron", "nccl"))
-    option("--expected-world-size", RANKS_PER_NODE, "ranks to insist on", type=whole_number(1))
+    option(
+        "--expected-world-size",
+        RANKS_PER_NODE,
+        "fail unless this many ranks were started",
+        type=whole_number(1),
+    )
     option("--seed", SEED, "seed of the initial parameters", type=whole_number(0))
     option("--steps", STEPS, "training steps", type=whole_number(1))
     option("--output-dir", "results/latest", "where rank-<rank>.pt is written", type=Path)
@@ -243,6 +257,12 @@ def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
             f"{args.expected_world_size}; make --nproc-per-node and --expected-world-size agree"
         )
     device = _open_device(args, local_rank, local_world_size)
+    compile_backend = getattr(args, "compile_backend", None)  # only of scripts that compile
+    if compile_backend and compile_backend not in torch.compiler.list_backends(exclude_tags=None):
+        raise InputError(
+            f"--compile-backend {compile_backend} is not known to torch; "
+            f"use {'neuron' if args.device == 'neuron' else 'aot_eager'} with --device {args.device}"
+        )
     _prepare_output_dir(args.output_dir, rank, clear=local_rank == 0)
     dist.init_process_group(args.backend)
     return rank, world_size, device
@@ -314,8 +334,8 @@ def check_divides(name: str, size: int, parts: int, what: str) -> None:
     """Raise InputError unless size, the constant called name, splits evenly into parts."""
     if size % parts:
         raise InputError(
-            f"{name} = {size} does not divide evenly over {parts} {what}; "
-            f"use a number of ranks that divides it, or edit {name} in training_common.py"
+            f"{name} = {size} does not divide evenly over {parts} {what}; start a number of ranks "
+            f"that divides it (1, 2, 4, ... as configured), or edit {name} in training_common.py"
         )
 
 
@@ -340,6 +360,8 @@ def save_results(
     dp_rank: int,
     tp_degree: int,
     tp_rank: int,
+    global_batch_size: int = GLOBAL_BATCH_SIZE,
+    learning_rate: float = LEARNING_RATE,
 ) -> None:
     """Write this rank's records to <output-dir>/rank-<rank>.pt: plain CPU tensors and metadata.
 
@@ -358,8 +380,8 @@ def save_results(
         "tp_rank": tp_rank,
         "seed": args.seed,
         "steps": args.steps,
-        "global_batch_size": GLOBAL_BATCH_SIZE,
-        "learning_rate": LEARNING_RATE,
+        "global_batch_size": global_batch_size,
+        "learning_rate": learning_rate,
         "device": args.device,
         "backend": args.backend,
         "compile_backend": getattr(args, "compile_backend", None),
