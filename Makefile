@@ -44,6 +44,10 @@ OMP_NUM_THREADS ?= 1
 export NEURON_LOGICAL_NC_CONFIG TORCH_NEURONX_ENABLE_HOST_CC OMP_NUM_THREADS
 unexport NEURON_RT_VISIBLE_CORES NEURON_RT_NUM_CORES TORCH_NEURONX_ENABLE_STREAMS
 
+ifneq ($(words $(RESULTS)),1)
+$(error RESULTS is '$(RESULTS)': name one directory, without spaces)
+endif
+
 MODES := ddp fsdp tp simplefsdp-tp
 REFERENCES := $(MODES:%=$(RESULTS)/cpu-%/rank-0.pt)
 SETTINGS := $(MODES:%=$(RESULTS)/.settings-%)
@@ -75,10 +79,13 @@ help:
 # $(call script,MODE,COMPILE BACKEND): the script of a mode and the options that only it has.
 script = $(if $(filter simplefsdp-tp,$(1)),simplefsdp_tp_train.py --compile-backend $(2),distributed_train.py --parallelism $(1))
 
+# $(call clear_logs,RUN): remove what the launcher wrote for an earlier run, and nothing else.
+clear_logs = rm -rf $(RESULTS)/logs/$(1)/*/attempt_*; rmdir $(RESULTS)/logs/$(1)/* $(RESULTS)/logs/$(1) 2>/dev/null || true
+
 # $(call run,RUN,DEVICE,BACKEND,SCRIPT): launch all ranks. Rank 0 speaks here, every rank to its log.
 define run
 @echo "== $(1): $(RANKS) ranks, $(STEPS) steps on $(2) with $(3)"
-@rm -rf "$(RESULTS)/logs/$(1)"; start=$$(date +%s); \
+@$(call clear_logs,$(1)); start=$$(date +%s); \
 $(LAUNCH) --standalone --nproc-per-node=$(RANKS) \
   --log-dir "$(RESULTS)/logs/$(1)" --redirects 3 --tee 1 --local-ranks-filter 0 --log-line-prefix-template '   ' \
   $(4) --device $(2) --backend $(3) --expected-world-size $(RANKS) \
@@ -102,13 +109,14 @@ all-parity: $(MODES)
 $(MODES:%=cpu-%): cpu-%: $(RESULTS)/cpu-%/rank-0.pt
 	@echo "== $@: reference of $(RANKS) ranks, $(STEPS) steps, seed $(SEED) is in $(RESULTS)/$@"
 
-$(REFERENCES): $(RESULTS)/cpu-%/rank-0.pt: $(RESULTS)/.settings-% $(SCRIPTS)
+$(REFERENCES): $(RESULTS)/cpu-%/rank-0.pt: $(RESULTS)/.settings-%
 	$(call run,cpu-$*,cpu,gloo,$(call script,$*,aot_eager))
 
-# Rewritten, and so newer than the reference, only when a setting changes.
+# Rewritten, and so newer than the reference, only when a setting or a script changes.
 $(SETTINGS): FORCE | $(ENVIRONMENT)
 	@mkdir -p "$(RESULTS)"
 	@echo "ranks=$(RANKS) steps=$(STEPS) seed=$(SEED) torch=$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))')" > $@.new
+	@cksum $(SCRIPTS) >> $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 $(MODES:%=device-%): device-%: | $(ENVIRONMENT)
@@ -145,7 +153,9 @@ bench: | $(ENVIRONMENT)
 
 # Only what the runs wrote: RESULTS may be a folder that holds more.
 clean:
-	@rm -f $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)/rank-*.pt $(RESULTS)/$(run)/rank-*.pt.tmp)
-	@rm -rf $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/logs/$(run)) $(SETTINGS)
-	-@rmdir $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)) $(RESULTS)/logs $(RESULTS) 2>/dev/null || true
+	@for file in $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)/rank-[0-9]*.pt*); do \
+	  if head -c 1024 $$file 2>/dev/null | LC_ALL=C grep -aq parity-record; then rm -f $$file; fi; done
+	@$(foreach run,$(MODES) $(MODES:%=cpu-%),$(call clear_logs,$(run)); )true
+	@rm -f $(SETTINGS)
+	@rmdir $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)) $(RESULTS)/logs $(RESULTS) 2>/dev/null || true
 	@rm -rf .pytest_cache .ruff_cache __pycache__ tests/__pycache__

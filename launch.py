@@ -10,12 +10,14 @@ A failed run ends with one line that names the first rank that failed, its error
 
 import argparse
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 # The few modules that pull in every other one that a rank would import on its own: at the first
@@ -56,8 +58,9 @@ def requested_ranks() -> int:
     """Return the ranks per node that the command line asks for, before torch is imported."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1")
-    value = parser.parse_known_args()[0].nproc_per_node
-    return int(value) if value.isdigit() else os.cpu_count() or 1  # auto, cpu, gpu
+    own = itertools.takewhile(lambda word: not word.endswith(".py"), sys.argv[1:])  # not the script's
+    value = parser.parse_known_args(list(own))[0].nproc_per_node
+    return int(value) if value.lstrip("-").isdecimal() else os.cpu_count() or 1  # auto, cpu, gpu
 
 
 def start_fork_server(ranks: int) -> None:
@@ -76,7 +79,7 @@ def start_fork_server(ranks: int) -> None:
 
 
 def taken_port(endpoint: str) -> int | None:
-    """Return the port of a host:port on which this machine cannot listen, None if it can.
+    """Return the port of a host:port on which this machine cannot listen; None if it can, or any will do.
 
     torchrun would take whatever listens there for the rendezvous of its job, and wait for it.
     """
@@ -86,19 +89,23 @@ def taken_port(endpoint: str) -> int | None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", int(port)))
-            except OSError:
+            except (OSError, OverflowError):
                 return int(port)
     return None
 
 
-def describe_failure(error, log_dir: str | None) -> tuple[str, int]:
-    """Return one line about the first rank that failed, and the exit status to end with."""
+def describe_failure(error, log_dir: str | None, started: float) -> tuple[str, int]:
+    """Return one line about the first rank that failed, and the exit status to end with.
+
+    Logs from before `started`, in seconds since 1970, belong to earlier runs.
+    """
     rank, failure = error.get_first_failure()
     logs = list(Path(log_dir).glob(f"*/attempt_*/{failure.local_rank}/stderr.log")) if log_dir else []
-    log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+    logs = [path for path in logs if path.stat().st_mtime >= started]
+    log = logs[0] if logs else None
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log else []
     if failure.exitcode < 0:
-        reason = f"killed by {signal.Signals(-failure.exitcode).name}"
+        reason = f"killed by {failure.signal_name()}"
         if -failure.exitcode == signal.SIGKILL:
             reason += " (if nobody sent it: the kernel does when memory runs out)"
     elif lines:
@@ -113,7 +120,7 @@ def main() -> int:
     """Launch the script named on the command line; return its exit status."""
     ranks = requested_ranks()
     if ranks < 1:
-        print("error: --nproc-per-node is 0; start at least one rank", file=sys.stderr)
+        print(f"error: --nproc-per-node is {ranks}; start at least one rank", file=sys.stderr)
         return 2
     if ranks > 1:  # torchrun sets it too, and warns that it did
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -147,7 +154,8 @@ def main() -> int:
 
     if args.nnodes in ("1", "1:1") and (port := taken_port(args.rdzv_endpoint or f":{args.master_port}")):
         print(
-            f"error: port {port} is in use; name another one, or --standalone for a free one", file=sys.stderr
+            f"error: port {port} is in use or no port; name another, or --standalone for a free one",
+            file=sys.stderr,
         )
         return 2
 
@@ -155,10 +163,11 @@ def main() -> int:
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.stdout.reconfigure(line_buffering=True)  # show progress in a pipe, too
+    started = time.time()
     try:
         run(args)
     except ChildFailedError as error:
-        line, status = describe_failure(error, args.log_dir)
+        line, status = describe_failure(error, args.log_dir, started)
         print(f"error: {line}", file=sys.stderr)
         return status
     except SignalException as stopped:
@@ -166,7 +175,7 @@ def main() -> int:
         return 128 + stopped.sigval
     except (DistError, RendezvousError, ValueError, OSError) as error:
         print(f"error: the launch failed: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     return 0
 
 

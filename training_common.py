@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,7 @@ LEARNING_RATE = 0.01
 
 FORMAT = "parity-record-1"  # marks a rank file as ours; raise the number when its layout changes
 BACKENDS = {"cpu": ("gloo",), "neuron": ("neuron",), "cuda": ("nccl", "gloo")}
+PROBE = ".parity-probe-"  # prefix of a file that shows whether a directory can be written
 RANK_FILE = re.compile(r"rank-\d+\.pt(\.tmp)?")
 
 
@@ -241,9 +243,9 @@ def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
         rank, world_size, local_rank, local_world_size = (
             int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         )
-    except KeyError as missing:
+    except (KeyError, ValueError) as error:
         raise InputError(
-            f"{missing} is not set: start this script with torchrun, for instance: "
+            f"RANK or WORLD_SIZE is not set ({error}): start this script with torchrun, for instance: "
             f"torchrun --standalone --nproc-per-node={args.expected_world_size} {' '.join(sys.argv)}"
         ) from None
     if args.backend not in BACKENDS[args.device]:
@@ -263,7 +265,7 @@ def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
             f"--compile-backend {compile_backend} is not known to torch; "
             f"use {'neuron' if args.device == 'neuron' else 'aot_eager'} with --device {args.device}"
         )
-    _prepare_output_dir(args.output_dir, rank, clear=local_rank == 0)
+    _prepare_output_dir(args.output_dir, clear=local_rank == 0)
     dist.init_process_group(args.backend)
     return rank, world_size, device
 
@@ -298,36 +300,36 @@ def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: in
     return torch.device(args.device)
 
 
-def _prepare_output_dir(directory: Path, rank: int, clear: bool) -> None:
+def _prepare_output_dir(directory: Path, clear: bool) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f"rank-{rank}.pt.tmp"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # the rank that clears may have been faster
-        names = sorted(path.name for path in directory.iterdir())
+        paths = [path for path in sorted(directory.iterdir()) if not path.name.startswith(PROBE)]
+        # All ranks look at the names; one per node, the one that clears, also into the files.
+        foreign = [path for path in paths if not RANK_FILE.fullmatch(path.name)]
+        foreign = foreign or [path for path in paths if clear and not _is_ours(path)]
+        if foreign:
+            raise InputError(
+                f"--output-dir {directory} holds {foreign[0].name}, which no run of these scripts wrote; "
+                "nothing was changed: use a new or empty directory"
+            )
+        with tempfile.TemporaryFile(prefix=PROBE, dir=directory):
+            pass
+        if clear:  # rank-0.pt goes first: where it stands, the run is complete
+            for path in paths:
+                path.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(
             f"--output-dir {directory} cannot be written: {error.strerror}; use another directory"
         ) from None
-    foreign = [name for name in names if not RANK_FILE.fullmatch(name)]
-    if clear and not foreign:
-        foreign = [name for name in names if name.endswith(".pt") and not _is_record(directory / name)]
-    if foreign:
-        raise InputError(
-            f"--output-dir {directory} holds {foreign[0]}, which no run of these scripts wrote; "
-            "nothing was changed: use a new or empty directory"
-        )
-    if clear:  # rank-0.pt goes first: where it stands, the run is complete
-        for name in names:
-            (directory / name).unlink(missing_ok=True)
 
 
-def _is_record(path: Path) -> bool:
-    # save_results puts the format's name at the head of the file.
-    if not path.is_file():
+def _is_ours(path: Path) -> bool:
+    # save_results puts the format's name at the head of a file; one that it just opened is empty.
+    if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:
-        return FORMAT.encode() in file.read(1024)
+        head = file.read(1024)
+    return FORMAT.encode() in head or (not head and path.suffix == ".tmp")
 
 
 def check_divides(name: str, size: int, parts: int, what: str) -> None:
@@ -387,6 +389,7 @@ def save_results(
         "compile_backend": getattr(args, "compile_backend", None),
         "torch_version": str(torch.__version__),
         "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "saved_at": time.time(),  # seconds since 1970; tells a run from its copy
     }
     path = args.output_dir / f"rank-{rank}.pt"
     temporary = path.with_suffix(".pt.tmp")

@@ -17,8 +17,14 @@ import compare_training
 @pytest.fixture
 def pair(runs, tmp_path):
     """The directory of a DDP run and a copy of it."""
-    shutil.copytree(runs("ddp").directory, tmp_path / "actual")
+    copy_run(runs("ddp").directory, tmp_path / "actual")
     return runs("ddp").directory, tmp_path / "actual"
+
+
+def copy_run(source, target):
+    """Copy a run and make the copy pass for one of its own."""
+    shutil.copytree(source, target)
+    edit(target, 0, lambda content: content["metadata"].update(saved_at=1.0))
 
 
 def edit(directory, rank, change):
@@ -53,7 +59,7 @@ def verdict(monkeypatch, capsys, pair):
 
 @pytest.mark.parametrize("mode", SCRIPTS)
 def test_clean_pair_passes_in_every_mode(runs, tmp_path, monkeypatch, capsys, mode):
-    shutil.copytree(runs(mode).directory, tmp_path / "actual")
+    copy_run(runs(mode).directory, tmp_path / "actual")
     status, out, err = compare(monkeypatch, capsys, (runs(mode).directory, tmp_path / "actual"))
     assert (status, err) == (0, "")
     for rank in range(RANKS):
@@ -150,10 +156,10 @@ def test_what_is_not_finite_never_passes(runs, tmp_path, monkeypatch, capsys, va
     def change(content):
         content["records"][0]["gradients"]["0.bias"][5] = value
 
-    for directory in directories:
-        shutil.copytree(runs("ddp").directory, directory)
-        if both or directory.name == "actual":
-            edit(directory, 1, change)
+    shutil.copytree(runs("ddp").directory, directories[0])
+    copy_run(runs("ddp").directory, directories[1])
+    for directory in directories if both else directories[1:]:
+        edit(directory, 1, change)
     status, out, _ = compare(monkeypatch, capsys, directories)
     assert status == 1
     assert "rank 1, step 1, gradients 0.bias[5]: reference" in out
@@ -170,8 +176,9 @@ def test_all_zeros_in_both_runs_is_no_agreement(runs, tmp_path, monkeypatch, cap
             record["loss"] = 0.0
 
     directories = tmp_path / "reference", tmp_path / "actual"
+    shutil.copytree(runs("ddp").directory, directories[0])
+    copy_run(runs("ddp").directory, directories[1])
     for directory in directories:
-        shutil.copytree(runs("ddp").directory, directory)
         edit_all(directory, change)
     status, out, _ = compare(monkeypatch, capsys, directories)
     assert status == 1
@@ -282,22 +289,88 @@ def test_other_names_shapes_and_types(pair, verdict):
                 record[kind]["3.bias"] = record[kind].pop("2.bias")
 
     def reshape(content):
-        for record in content["records"]:
-            record["output"] = record["output"].reshape(-1)
+        content["records"][1]["output"] = content["records"][1]["output"].reshape(-1)
 
     edit(pair[1], 1, reshape)
-    invalid(verdict, "rank 1: outputs output is (128, 128) torch.float32", "(16384,)")
+    invalid(verdict, "rank 1, step 2: outputs output is (128, 128) torch.float32", "(16384,)")
     shutil.copy(pair[0] / "rank-1.pt", pair[1])
     edit(pair[1], 3, rename)
-    invalid(verdict, "rank 3:", "is in only one of the runs")
+    invalid(verdict, "rank 3, step 1:", "is in only one of the runs")
+
+
+def without(key):
+    return lambda content: content["records"][1].pop(key)
+
+
+def first(**values):
+    return lambda content: content["records"][0].update(values)
 
 
 @pytest.mark.parametrize(
-    "content", [{}, [], {"metadata": {}, "records": 3}, {"metadata": None, "records": [1]}]
+    ("change", "words"),
+    [
+        (lambda content: content.pop("records"), "does not hold metadata and records"),
+        (lambda content: content.update(records=3), "records is no list"),
+        (lambda content: content["metadata"].pop("seed"), "metadata seed is missing"),
+        (lambda content: content["metadata"].update(rank=torch.ones(2)), "metadata rank is missing or no"),
+        (lambda content: content["metadata"].update(format="x"), "its format is 'x'"),
+        (without("output"), "step 2 lacks one of output, loss"),
+        (first(loss=None), "step 1: loss is a NoneType"),
+        (first(output=None), "outputs output is NoneType"),
+        (first(output=torch.empty(0)), "output holds no values"),
+        (first(output=torch.eye(2).to_sparse()), "expected a plain dense"),
+        (first(deltas=[]), "must be dictionaries by name"),
+        (first(gradients={}, parameters={}, deltas={}), "must have the same names, at least one"),
+        (lambda content: content["records"][0]["gradients"].pop("2.bias"), "must have the same names"),
+    ],
 )
-def test_some_other_torch_file(pair, verdict, content):
-    torch.save(content, pair[1] / "rank-0.pt")
-    invalid(verdict, "rank-0.pt is no result file of format")
+def test_file_of_another_structure(pair, verdict, change, words):
+    edit(pair[1], 3, change)
+    invalid(verdict, "rank-3.pt is no result file of format parity-record-1", words)
+
+
+def test_file_that_holds_something_else(pair, verdict):
+    torch.save([1], pair[1] / "rank-0.pt")
+    invalid(verdict, "does not hold metadata and records")
+    (pair[1] / "rank-0.pt").unlink()
+    (pair[1] / "rank-0.pt").mkdir()
+    invalid(verdict, "rank-0.pt is not a file")
+
+
+def test_absurd_world_size_ends_at_once(verdict):
+    invalid(verdict, "has 4 of 100000000000000000000 rank files, rank-4.pt is missing", ranks=10**20)
+
+
+@pytest.mark.parametrize(
+    ("actual", "reference", "dtype", "passed"),
+    [
+        ([1 + 9j, 2 - 7j], [1 + 1j, 2 + 2j], torch.complex64, False),
+        ([1 + 1j, 2 + 2j], [1 + 1j, 2 + 2j], torch.complex64, True),
+        ([5, 6], [5, 7], torch.int64, False),
+        ([5, 6], [5, 6], torch.int64, True),
+        ([True, False], [True, True], torch.bool, False),
+        ([1.0, 2.0], [1.0, 2.5], torch.bfloat16, False),
+        ([-1.7e308, 5e300], [1.7e308, 1.0], torch.float64, False),
+        ([1.0, 2.0], [1.0, 2.0], torch.float8_e4m3fn, True),
+        (3.0, 3.0001, torch.float32, False),
+    ],
+)
+def test_other_types(actual, reference, dtype, passed):
+    pair = torch.tensor(actual, dtype=dtype), torch.tensor(reference, dtype=dtype)
+    result = compare_training.compare_tensor(*pair, 1e-5, None)
+    assert result.passed == passed
+    assert bool(result.message) != passed
+
+
+def test_delta_may_differ_by_the_rounding_of_its_parameter_and_no_more():
+    parameter = torch.tensor([1.0, 0.5])
+    reference = torch.tensor([1e-4, 2e-4])
+    for ulps, passed in ((1.5, True), (3.0, False)):
+        actual = reference + ulps * 2**-23
+        result = compare_training.compare_tensor(actual, reference, 1e-5, None, parameter)
+        assert result.passed == passed
+    integers = torch.tensor([0, 0]), torch.tensor([5, 6])
+    assert not compare_training.compare_tensor(*integers, 1e-5, None, torch.tensor([5, 6])).passed
 
 
 def test_a_run_is_not_compared_with_itself(runs, monkeypatch, capsys):
@@ -305,6 +378,13 @@ def test_a_run_is_not_compared_with_itself(runs, monkeypatch, capsys):
     status, _, err = compare(monkeypatch, capsys, (directory, directory / ".." / directory.name))
     assert status == 2
     assert "would be compared with itself" in err
+
+
+def test_a_run_is_not_compared_with_its_copy(runs, tmp_path, monkeypatch, capsys):
+    shutil.copytree(runs("ddp").directory, tmp_path / "copy")
+    status, _, err = compare(monkeypatch, capsys, (runs("ddp").directory, tmp_path / "copy"))
+    assert status == 2
+    assert "hold the same run, one is a copy" in err
 
 
 def test_usage_errors_are_one_line(verdict):
