@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, cpu_options, launch, run
 
+import distributed_train
 import training_common
 from training_common import InputError, add_run_arguments, initialize
 
@@ -142,19 +143,27 @@ def test_output_directory_below_a_file(started, tmp_path):
 def test_someone_elses_files_are_refused_and_left_untouched(started, tmp_path, rank):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "rank-0.pt").write_bytes(b"mine too")
+    (tmp_path / f"rank-{rank}.pt.tmp").write_bytes(b"and mine")
     with pytest.raises(InputError, match="holds notes.txt, which no run of these scripts wrote"):
         started(*CPU, "--output-dir", tmp_path, rank=rank)
     (tmp_path / "notes.txt").unlink()
-    with pytest.raises(InputError, match="holds rank-0.pt, which no run of these scripts wrote"):
-        started(*CPU, "--output-dir", tmp_path)
-    assert (tmp_path / "rank-0.pt").read_bytes() == b"mine too"
+    for name in ("rank-0.pt", f"rank-{rank}.pt.tmp"):
+        with pytest.raises(InputError, match=f"holds {name}, which no run of these scripts wrote"):
+            started(*CPU, "--output-dir", tmp_path)
+        assert (tmp_path / name).read_bytes() in (b"mine too", b"and mine")
+        (tmp_path / name).unlink()
 
 
-def test_a_directory_with_a_rank_files_name_is_refused(started, tmp_path):
-    (tmp_path / "rank-0.pt").mkdir()
-    with pytest.raises(InputError, match="holds rank-0.pt, which no run of these scripts wrote"):
-        started(*CPU, "--output-dir", tmp_path)
-    assert (tmp_path / "rank-0.pt").is_dir()
+@pytest.mark.parametrize("name", ["rank-0.pt", "rank-7.pt.tmp"])
+def test_no_regular_file_with_a_rank_files_name_is_refused(started, tmp_path, name):
+    (tmp_path / name).mkdir()
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"holds {name}, which no run of these scripts wrote"):
+            started(*CPU, "--output-dir", tmp_path)
+        if (tmp_path / name).is_dir():
+            (tmp_path / name).rmdir()
+            (tmp_path / name).symlink_to("nowhere")
+    assert (tmp_path / name).is_symlink()
 
 
 def test_an_earlier_runs_files_are_cleared(started, tmp_path):
@@ -165,6 +174,16 @@ def test_an_earlier_runs_files_are_cleared(started, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3  # the first rank of a node clears, no other
     started(*CPU, "--output-dir", tmp_path, rank=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_sizes_leave_an_earlier_runs_files(monkeypatch, capsys, tmp_path):
+    torch.save({"metadata": {"format": training_common.FORMAT}, "records": []}, tmp_path / "rank-0.pt")
+    monkeypatch.setattr(sys, "argv", ["distributed_train.py", "--parallelism=tp", *cpu_options(3, tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        training_common.run_script(distributed_train.main)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: HIDDEN_FEATURES = 256 does not divide evenly over 3")
+    assert (tmp_path / "rank-0.pt").exists()
 
 
 def failed_launch(done):
@@ -217,6 +236,31 @@ def test_more_ranks_than_a_fork_server_starts_still_run(tmp_path):
     assert len(list(tmp_path.glob("logs/*/attempt_0/*/stdout.log"))) == 121
 
 
+@pytest.mark.parametrize("ranks", ["0", "-1", "many"])
+def test_launch_of_no_ranks(tmp_path, ranks):
+    done = launch(ranks, tmp_path, ROOT / "distributed_train.py")
+    assert done.status == 2
+    assert ranks in failed_launch(done)
+
+
+def test_a_scripts_own_options_do_not_change_the_launch(tmp_path):
+    (tmp_path / "hello.py").write_text("import sys\nprint('torch preloaded', 'torch' in sys.modules)\n")
+    done = launch(2, tmp_path / "logs", tmp_path / "hello.py", "--nproc-per-node=200")
+    assert (done.status, done.out, done.err) == (0, "", "")
+    logs = [path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/stdout.log")]
+    assert logs == ["torch preloaded True\n"] * 2
+
+
+def test_log_of_an_earlier_launch_is_not_blamed(tmp_path):
+    (tmp_path / "fail.py").write_text("import sys\nprint(sys.argv[1], file=sys.stderr)\nsys.exit(3)\n")
+    first = failed_launch(launch(1, tmp_path / "logs", tmp_path / "fail.py", "first"))
+    assert "rank 0 failed first: first; its log:" in first
+    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=1", "--log-dir"]
+    done = run(*command, tmp_path / "logs", tmp_path / "fail.py", "second")
+    assert done.status == 3
+    assert "rank 0 failed first: exit status 3; its messages are above" in done.err
+
+
 def test_launch_of_what_is_no_script(tmp_path):
     assert "there is no script" in failed_launch(launch(2, tmp_path, tmp_path / "absent.py"))
     assert "use torchrun for -m" in failed_launch(launch(2, tmp_path, "-m", "json.tool"))
@@ -231,7 +275,7 @@ def test_launch_on_a_port_that_is_in_use(tmp_path, option):
         command = [sys.executable, ROOT / "launch.py", *option.format(port).split(), "--nproc-per-node=2"]
         script = [ROOT / "distributed_train.py", "--parallelism", "ddp"]
         done = run(*command, *script, *cpu_options(2, tmp_path / "results"), timeout=60)
-    assert f"port {port} is in use" in failed_launch(done)
+    assert f"port {port} is in use or no port; name another" in failed_launch(done)
 
 
 def test_killed_rank_ends_the_run_and_leaves_no_complete_result(tmp_path):

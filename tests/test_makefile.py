@@ -1,5 +1,6 @@
 """The Makefile: the chain of a mode, what is run again and what is not, and what it sets."""
 
+import os
 import re
 import shutil
 import sys
@@ -40,31 +41,46 @@ def test_a_modes_chain_and_what_is_not_run_again(make):
     logs = [path.read_text() for path in make.directory.glob("results/logs/ddp/*/attempt_0/1/stdout.log")]
     assert len(logs) == 1 and "PASS rank=1 mode=ddp world_size=2" in logs[0]
 
-    again = make("cpu-ddp")
-    assert (again.status, completed(again)) == (0, [])
-    changed = make("cpu-ddp", "STEPS=1")
-    assert completed(changed) == ["cpu-ddp"]
-    mismatch = make("compare-ddp", "STEPS=1")
+    mismatch = make("compare-ddp", "RANKS=1")
     assert mismatch.status != 0
-    assert "error: the runs differ in steps: reference 1, actual 2" in mismatch.err
+    assert "error: results/cpu-ddp holds rank-1.pt, too many for --world-size 1" in mismatch.err
 
-    # A run that was cut off has no rank-0.pt, whatever else it wrote.
-    (make.directory / "results" / "cpu-ddp" / "rank-0.pt").unlink()
-    assert completed(make("cpu-ddp", "STEPS=1")) == ["cpu-ddp"]
-    with (make.directory / "distributed_train.py").open("a") as script:
-        script.write("# changed\n")
-    assert completed(make("cpu-ddp", "STEPS=1")) == ["cpu-ddp"]
+    # From here on a launcher that only says what it would start: is the reference made again?
+    def launches(*settings):
+        done = make("cpu-ddp", "LAUNCH=echo", *settings)
+        assert done.status == 0, done.err
+        return completed(done) == ["cpu-ddp"]
 
-    (make.directory / "results" / "keep.txt").write_text("mine")
-    assert make("clean").status == 0
-    assert [path.name for path in (make.directory / "results").iterdir()] == ["keep.txt"]
+    last = make.directory / "results" / "cpu-ddp" / "rank-0.pt"
+    assert not launches()
+    assert launches("STEPS=1")
+    assert launches("STEPS=1")  # the run with these settings did not finish
+    last.touch()
+    assert not launches("STEPS=1")
+    script = make.directory / "distributed_train.py"
+    script.touch()
+    assert not launches("STEPS=1")
+    script.write_text(script.read_text() + "# changed\n")
+    os.utime(script, (0, 0))  # as cp -p may do: newer content under an older date
+    assert launches("STEPS=1")
+    last.touch()
+    assert not launches("STEPS=1")
+    last.unlink()  # a run that was cut off has no rank-0.pt, whatever else it wrote
+    assert launches("STEPS=1")
+
+    for name in ("keep.txt", "ddp/rank-7.pt", "logs/ddp/thesis.txt"):
+        (make.directory / "results" / name).write_text("mine")
+    done = make("clean")
+    assert (done.status, done.out, done.err) == (0, "", "")
+    left = [path for path in (make.directory / "results").rglob("*") if path.is_file()]
+    assert sorted(path.name for path in left) == ["keep.txt", "rank-7.pt", "thesis.txt"]
 
 
 def test_parallel_make_runs_one_after_the_other(make):
     done = make("-j2", "cpu-fsdp", "cpu-tp", "STEPS=1")
     assert completed(done) == ["cpu-fsdp", "cpu-tp"]
     lines = [line for line in done.out.splitlines() if line.startswith("==")]
-    assert [line.split()[1] for line in lines] == ["cpu-fsdp:", "cpu-fsdp:", "cpu-tp:", "cpu-tp:"]
+    assert [line.split()[1] for line in lines] == ["cpu-fsdp:"] * 3 + ["cpu-tp:"] * 3
 
 
 def test_failed_run_ends_the_chain_before_the_comparison(make):
@@ -73,6 +89,13 @@ def test_failed_run_ends_the_chain_before_the_comparison(make):
     assert "error: rank" in done.err and "does not divide evenly over 3 tp ranks" in done.err
     assert "compare" not in done.out
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("results", ["", "my results"])
+def test_results_that_are_no_one_directory(make, results):
+    done = make("clean", f"RESULTS={results}")
+    assert done.status == 2
+    assert f"RESULTS is '{results}': name one directory, without spaces" in done.err
 
 
 def test_help_lists_every_target(make):
