@@ -6,6 +6,7 @@ real they run in test_makefile.py and in CI, which runs every mode at 64 ranks.
 
 import re
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -24,6 +25,7 @@ INLINE = re.findall(r"`(make [^`]+)`", README)
 def test_there_are_commands():
     assert "make ddp" in COMMANDS and "make test" in COMMANDS
     assert sum(command.startswith("torchrun") for command in COMMANDS) == 5
+    assert sum("mine.py" in command for command in COMMANDS) == 2
     assert all(command.split()[0] in ("make", "torchrun", "python") for command in COMMANDS)
 
 
@@ -36,7 +38,11 @@ def test_make_command_is_understood(command):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("readme")
+    folder = tmp_path_factory.mktemp("readme")
+    (script,) = re.findall(r"```python\n(# mine.py\n.*?)```", README, re.DOTALL)
+    (folder / "mine.py").write_text(script)
+    shutil.copy(ROOT / "training_common.py", folder)
+    return folder
 
 
 # In the order of the README: the last one compares what the ones before wrote.
@@ -50,14 +56,14 @@ def test_command_line_works_apart_from_the_rank_count(folder, command):
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
     else:
         words[0] = sys.executable
-    words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
-    if "compare_training.py" not in command:
+    words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+    if "--world-size" not in command and "--expected-world-size" not in command:
         words += ["--expected-world-size", ranks]
     done = run(*words, cwd=folder)
     if "--device" in command or "reference_train" in command:
         assert done.status == 0, done.err
         passes = re.findall(rf"PASS rank=\d mode=\w+ world_size={ranks}", done.out)
-        assert len(passes) == int(ranks)
+        assert len(passes) == int(ranks) or "mine.py" in command
     elif "compare_training.py" in command:
         assert done.status == 0, done.err
         assert done.out.endswith("PASS comparison ranks=2 steps=10\n")
