@@ -235,9 +235,9 @@ def add_run_arguments(
 def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
     """Check the options against the launch, start the process group, return rank, size and device.
 
-    Everything that can be wrong is checked before the first collective, by every rank alike, so
-    that a mistake ends all ranks with the same line instead of leaving some of them waiting.
-    Raises InputError.
+    Every rank checks the same before the first collective, so that a mistake ends all of them with
+    the same line instead of leaving some waiting. An earlier run's files are removed last, when
+    everything is in order. Raises InputError.
     """
     try:
         rank, world_size, local_rank, local_world_size = (

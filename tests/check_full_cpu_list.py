@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from training_common import full_cpu, full_cpu_list
+from training_common import check_local_shape, full_cpu, full_cpu_list
 
 COUNTED = ("all_gather_into_tensor", "broadcast", "gather", "all_reduce")
 
@@ -46,6 +46,15 @@ def main() -> None:
         same = one.dtype == other.dtype and torch.equal(one, other) and type(other) is torch.Tensor
         if not same:
             raise RuntimeError(f"{tuple(tensor.shape)} {getattr(tensor, 'placements', '')} differs")
+
+    check_local_shape("even", gathered[0], (2, 12))
+    try:
+        check_local_shape("uneven", gathered[0], (4, 12))
+    except RuntimeError as error:
+        if str(error) != "uneven: local shape is (2, 12), expected (4, 12)":
+            raise
+    else:
+        raise RuntimeError("a wrong local shape was not noticed")
 
     calls = []
     for name in COUNTED:
