@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 
 import pytest
 from conftest import ROOT, run
@@ -160,3 +161,16 @@ def test_old_python_is_refused_in_one_line(make):
     assert done.status != 0
     assert f"error: {old} is Python 3.9, 3.11 or newer is needed: make BASE_PYTHON=" in done.err
     assert not (make.directory / ".venv").exists()
+
+
+def test_active_environment_with_torch_is_used_as_it_is(make):
+    binaries = make.directory / "active" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries / "python").symlink_to(sys.executable)
+    help_with = partial(run, "make", "help", cwd=make.directory, PATH=f"{binaries}:{os.environ['PATH']}")
+    # A symlink to this environment's Python lies outside of it, and would not find its packages.
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    active = help_with(VIRTUAL_ENV=str(binaries.parent), CONDA_PREFIX="", PYTHONPATH=site)
+    assert "PYTHON=python LAUNCH=" in active.out
+    inactive = help_with(VIRTUAL_ENV="", CONDA_PREFIX="", PYTHONPATH=site)
+    assert "PYTHON=.venv/bin/python LAUNCH=" in inactive.out
