@@ -150,6 +150,7 @@ format: | $(DEV_ENVIRONMENT)
 
 bench: | $(ENVIRONMENT)
 	$(PYTHON) tests/bench_launch.py --ranks $(RANKS)
+	$(PYTHON) tests/bench_launch.py --ranks 8 --beside-torchrun # as many as fit without shared memory
 
 # Only what the runs wrote: RESULTS may be a folder that holds more.
 clean:

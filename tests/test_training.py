@@ -142,6 +142,16 @@ def test_copied_script_works_under_torchrun(tmp_path, copied, options, ranks):
     ]
 
 
+def test_bench_prints_its_table():
+    done = run(sys.executable, ROOT / "tests" / "bench_launch.py", "--ranks", 2, "--modes", "tp")
+    assert done.status == 0, done.err
+    header, row = done.out.splitlines()[1:3]
+    assert header.split()[2:10] == ["start", "init", "wrap", "steps", "record", "save", "total", "GiB"]
+    numbers = [float(cell) for cell in row.split()[2:10]]
+    assert row.split()[:2] == ["tp", "launch.py"]
+    assert numbers[0] > 0 and sum(numbers[:6]) < numbers[6] + 0.4  # rounded cells
+
+
 def parameter_and_optimizer(grad=True):
     weight = torch.nn.Parameter(torch.ones(2))
 
