@@ -238,8 +238,8 @@ def compare_runs(
 ) -> tuple[dict[str, list[Result]], list[tuple]]:
     """Compare all ranks and steps, printing one line per rank.
 
-    Returns the results by kind, and the mismatches as (step, kind index, tensor index, rank, kind,
-    name, message), which sorts into causal order.
+    Returns the results by kind, and the mismatches as (step, place, rank, kind, name, message). The
+    place is the tensor's among those of its step, so that they sort into causal order.
     """
     results = {kind: [] for kind in KINDS}
     mismatches = []
@@ -247,13 +247,12 @@ def compare_runs(
         count = len(mismatches)
         for step, (left, right) in enumerate(zip(one["records"], other["records"], strict=True)):
             left, right = flatten(left), flatten(right)
-            for position, ((kind, name), tensor) in enumerate(left.items()):
+            for place, ((kind, name), tensor) in enumerate(left.items()):
                 parameter = left["parameters", name] if kind == "deltas" else None
                 result = compare_tensor(right[kind, name], tensor, rtol, atol, parameter)
                 results[kind].append(result)
                 if not result.passed:
-                    key = (step, KINDS.index(kind), position, rank)
-                    mismatches.append((*key, kind, name, result.message))
+                    mismatches.append((step, place, rank, kind, name, result.message))
         failed = len(mismatches) - count
         print(f"rank={rank} parity={f'FAILED mismatched_tensors={failed}' if failed else 'passed'}")
     return results, sorted(mismatches)
@@ -280,7 +279,7 @@ def main() -> int:
 
     def tolerance(text):
         value = float(text)
-        if not 0 <= value < float("inf"):
+        if not 0 <= value < inf:
             raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text}")
         return value
 
@@ -317,9 +316,9 @@ def main() -> int:
     steps = reference[0]["metadata"]["steps"]
     summary = f"comparison ranks={args.world_size} steps={steps}"
     if mismatches:
-        step, _, _, rank, kind, name, message = mismatches[0]
+        step, _, rank, kind, name, message = mismatches[0]
         tensors = sum(map(len, results.values()))
-        ranks = len({mismatch[3] for mismatch in mismatches})
+        ranks = len({mismatch[2] for mismatch in mismatches})
         print(f"\n{len(mismatches)} of {tensors} tensors failed, on {ranks} of {args.world_size} ranks.")
         print(f"First in causal order: rank {rank}, step {step + 1}, {kind} {name}{message}")
         print(f"FAIL {summary}")

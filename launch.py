@@ -84,7 +84,7 @@ def taken_port(endpoint: str) -> int | None:
     torchrun would take whatever listens there for the rendezvous of its job, and wait for it.
     """
     port = endpoint.rpartition(":")[2]
-    if port.isdigit():
+    if port.isdecimal():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

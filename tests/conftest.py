@@ -52,7 +52,7 @@ def cpu_options(ranks: int, output: Path, steps: int = STEPS) -> list[str]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """A function that makes a mode's run when it is first asked for: .directory, .logs, .imported."""
+    """A function that makes a mode's run when it is first asked for: .directory, .stdout, .imported."""
     made = {}
 
     def make(mode: str) -> SimpleNamespace:
@@ -63,11 +63,11 @@ def runs(tmp_path_factory):
             done = launch(
                 RANKS,
                 logs,
-                ROOT / "tests" / "list_imports.py",
+                ROOT / "tests" / "observe.py",
                 ROOT / script,
                 *options,
                 *cpu_options(RANKS, directory),
-                IMPORTS_DIR=str(base),
+                OBSERVED=str(base),
             )
             stderr = "".join(path.read_text() for path in logs.rglob("stderr.log"))
             assert done.status == 0, done.err + stderr
