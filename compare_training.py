@@ -1,56 +1,109 @@
 """Compare two recorded training runs rank by rank, step by step, tensor by tensor.
 
     python compare_training.py --reference-dir results/cpu-ddp --actual-dir results/ddp --world-size 64
+    python compare_training.py --reference-dir results/oracle-eager --actual-dir results/ddp --world-size 64
+    python compare_training.py --actual-dir results/ddp --world-size 64         # without a reference
 
-Compared are outputs, global losses, full gradients, updated parameters and deltas, under the names
-that the files give them. An element passes if |actual - reference| <= atol + rtol * |reference|.
-Exit status: 0 parity, 1 mismatch, 2 nothing that could be compared. This file works alone.
+A reference of one rank, such as the oracle's, is the whole job in one process: each rank is held
+against its part of it. Compared are initial parameters (step 0), outputs, global losses, full
+gradients, updated parameters and deltas, under the names that the files give them; and each run is
+checked for what must hold in any run (INVARIANTS). A tensor passes if both hold:
+
+    element by element    |actual - reference| <= atol + rtol * |reference|
+    as a whole            norm(actual - reference) <= norm_eps * eps * norm(reference)
+
+Exit status: 0 parity, 1 mismatch, 2 nothing that could be compared. This file works alone. With
+diagnose_training.py beside it, it also names the likely cause; with report_training.py, --report works.
 """
 
 import argparse
+import json
 import re
 import sys
-from math import inf
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from math import inf, isfinite
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-# Measured: between CPU runs of one job in different modes (DDP, FSDP2, TP; float32, 64 ranks, ten
-# steps), gradients differ by up to 7 eps = 8e-7 of their tensor's largest magnitude, parameters by
-# less than 1 eps. The default leaves a factor of 12 for another device's order of summation.
-RTOL = 1e-5
+# Measured by tests/measure_error.py: see "What is compared" in the README.
+ELEMENT_EPS = 64.0  # default rtol, in eps of the dtype: 7.6e-6 in float32
+NORM_EPS = 16.0  # default norm_eps
+# A gradient this many eps below the largest one of its step is zero but for rounding.
+NEGLIGIBLE_EPS = 16.0
 
-FORMAT = "parity-record-1"
+FORMAT = "parity-record-2"
+SCHEMA = "parity-comparison-1"  # of --json; the README describes it
 # What makes two runs the same job. Anything else in the metadata may differ, and is shown.
 SAME_JOB = (
-    *("format", "model", "mode", "world_size", "dp_degree", "tp_degree"),
-    *("seed", "steps", "global_batch_size", "learning_rate"),
+    *("format", "model", "seed", "steps", "global_batch_size", "learning_rate", "optimizer"),
+    *("mode", "world_size", "dp_degree", "tp_degree"),
 )
-SHOWN = ("device", "backend", "compile_backend", "torch_version")
+LAYOUT = SAME_JOB[-4:]  # in what a reference of one rank may differ
+SHOWN = ("mode", "device", "backend", "compile_backend", "torch_version")
 # Causal order within a step: each kind follows from the ones before it.
 KINDS = ("outputs", "losses", "gradients", "parameters", "deltas")
+INVARIANTS = {
+    "finite": "no value is NaN or infinite",
+    "nonzero": "no tensor is zero throughout",
+    "ranks agree": "full gradients, parameters and deltas are the same on every rank",
+    "outputs": "outputs differ between data-parallel replicas and agree within one",
+    "loss": "the global loss is the mean of the replicas' own losses",
+    "update": "a delta is the difference of the parameters after and before the step",
+    "sgd": "a delta is -learning rate x gradient",
+}
+
+Key = tuple[str, str]  # kind and name of a tensor
+Tensors = dict[Key, torch.Tensor]  # of one rank and step, in causal order
+Steps = list[Tensors]  # of one rank; step 0 is before training and has parameters only
 
 
 class InputError(Exception):
     """Files that cannot be compared: reported in one line, exit status 2."""
 
 
+class Tolerance(NamedTuple):
+    """What --rtol, --atol and --norm-eps say; None where the default applies."""
+
+    rtol: float | None = None
+    atol: float | None = None
+    norm_eps: float | None = None
+
+
+DEFAULT = Tolerance()
+
+
 class Result(NamedTuple):
     """How one tensor of one rank and step compares."""
 
     passed: bool
-    needed_rtol: float  # smallest rtol under which it would have passed; inf if none would
-    eps: float  # norm of the error over norm of the reference, in eps of the dtype
-    message: str  # for a failed one: where and by how much
+    score: float = 0.0  # the error as a share of what is allowed; above 1 it failed
+    eps: float = 0.0  # norm of the error over norm of the reference, in eps of the dtype
+    needed_rtol: float = 0.0  # smallest rtol under which it would have passed; inf if none would
+    needed_norm_eps: float = 0.0  # the same for norm_eps
+    message: str = ""  # for a failed one: where and by how much
 
 
-def load_run(directory: Path, world_size: int) -> list[dict]:
-    """Return the contents of rank-0.pt to rank-<world_size - 1>.pt, checked for completeness.
+class Finding(NamedTuple):
+    """Something that failed. Findings sort into causal order: by step, then place within the step."""
 
-    Raises InputError for a missing, extra, unreadable or inconsistent file. Files are opened with
-    weights_only: a pickle that would run code is refused, not run.
-    """
+    step: int  # 0 is before training
+    place: int  # of the tensor among those of its step
+    rank: int
+    kind: str
+    name: str
+    check: str  # "reference", or the name of an invariant
+    message: str
+
+
+# ---------------------------------------------------------------- reading rank files
+
+
+def find_ranks(directory: Path, world_size: int) -> None:
+    """Raise InputError unless the directory holds rank-0.pt to rank-<world_size - 1>.pt and no other."""
     try:
         if not directory.is_dir():
             raise InputError(f"{directory} is not a directory; give the --output-dir of a finished run")
@@ -69,20 +122,15 @@ def load_run(directory: Path, world_size: int) -> list[dict]:
             f"{directory} holds {min(extra)}, too many for --world-size {world_size}: "
             "give the world size of the run"
         )
-    run = [load_rank(directory / f"rank-{rank}.pt", rank, world_size) for rank in range(world_size)]
-    for content in run[1:]:
-        for key in (*SAME_JOB, *SHOWN, "run_id"):
-            first, other = run[0]["metadata"].get(key), content["metadata"].get(key)
-            if first != other:
-                raise InputError(
-                    f"{directory} mixes runs: {key} is {first!r} in rank-0.pt and {other!r} in "
-                    f"rank-{content['metadata']['rank']}.pt; run the job again"
-                )
-    return run
 
 
-def load_rank(path: Path, rank: int, world_size: int) -> dict:
-    """Return one rank's {"metadata", "records"}; raise InputError if it is not what it should be."""
+def load_rank(directory: Path, rank: int, world_size: int) -> dict:
+    """Return one rank's {"metadata", "records"}; raise InputError if it is not what it should be.
+
+    Files are opened with weights_only: a pickle that would run code is refused, not run. They are
+    mapped, not read: of a 64-rank run, only what is looked at is in memory at any time.
+    """
+    path = directory / f"rank-{rank}.pt"
     if not path.is_file():
         raise InputError(f"{path} is not a file; run the job again")
     try:
@@ -112,120 +160,250 @@ def describe_problem(content: object) -> str | None:
     metadata, records = content["metadata"], content["records"]
     if not isinstance(metadata, dict) or not isinstance(records, list):
         return "metadata is no dictionary or records is no list"
-    for key in (*SAME_JOB, *SHOWN, "rank"):
+    if metadata.get("format") != FORMAT:
+        return f"its format is {metadata.get('format')!r}"
+    for key in (*SAME_JOB, *SHOWN):
         if not isinstance(metadata.get(key, ()), str | int | float | None):
             return f"metadata {key} is missing or no plain value"
-    if metadata["format"] != FORMAT:
-        return f"its format is {metadata['format']!r}"
+    for key in ("rank", "world_size", "dp_degree", "dp_rank", "tp_degree", "tp_rank"):
+        if not isinstance(metadata.get(key), int):
+            return f"metadata {key} is missing or no whole number"
+    if min(metadata["dp_degree"], metadata["tp_degree"]) < 1:
+        return f"dp_degree is {metadata['dp_degree']} and tp_degree {metadata['tp_degree']}"
     for step, record in enumerate(records, start=1):
-        if not isinstance(record, dict) or not {"output", "loss", *KINDS[2:]} <= record.keys():
-            return f"step {step} lacks one of output, loss, {', '.join(KINDS[2:])}"
-        if not isinstance(record["loss"], float):
-            return f"step {step}: loss is a {type(record['loss']).__name__}, expected a float"
+        if not isinstance(record, dict) or not {"output", "loss", "local_loss", *KINDS[2:]} <= record.keys():
+            return f"step {step} lacks one of output, loss, local_loss, {', '.join(KINDS[2:])}"
+        for name in ("loss", "local_loss"):
+            if not isinstance(record[name], float):
+                return f"step {step}: {name} is a {type(record[name]).__name__}, expected a float"
         named = [record[kind] for kind in KINDS[2:]]
         if not all(isinstance(tensors, dict) for tensors in named):
             return f"step {step}: gradients, parameters and deltas must be dictionaries by name"
-        if not named[0] or any(tensors.keys() != named[0].keys() for tensors in named):
-            return f"step {step}: gradients, parameters and deltas must have the same names, at least one"
-        for (kind, name), tensor in flatten(record).items():
+        gradients, parameters, deltas = named
+        if not gradients or gradients.keys() != deltas.keys() or not gradients.keys() <= parameters.keys():
+            return f"step {step}: gradients and deltas must have the same names, all among the parameters"
+        initial = records[0].get("initial")
+        if not isinstance(initial, dict) or initial.keys() != parameters.keys():
+            return f"step {step}: the parameters must have the names of step 1's initial parameters"
+        tensors = flatten(record)
+        tensors.update({("initial parameters", name): tensor for name, tensor in initial.items()})
+        for (kind, name), tensor in tensors.items() if step == 1 else flatten(record).items():
             if not isinstance(name, str):
                 return f"step {step}: the name {name!r} of one of the {kind} is no text"
             if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
                 return f"step {step}: {kind} {name} is {type(tensor).__name__}, expected a plain dense tensor"
             if tensor.device.type != "cpu" or not tensor.numel():
                 return f"step {step}: {kind} {name} holds no values"
+            if kind not in ("outputs", "losses") and tensor.shape != parameters[name].shape:
+                return f"step {step}: {kind} {name} has another shape than the parameter"
     return None
 
 
-def flatten(record: dict) -> dict[tuple[str, str], torch.Tensor]:
-    """Return one step's tensors by (kind, name), in causal order."""
+def flatten(record: dict) -> Tensors:
+    """Return one step's tensors by (kind, name), in causal order.
+
+    Gradients are in reverse order of the names: backward computes those of the last layer first.
+    """
     tensors = {
         ("outputs", "output"): record["output"],
-        ("losses", "global loss"): torch.tensor(record["loss"], dtype=torch.float32),
+        ("losses", "global loss"): torch.tensor(record["loss"], dtype=torch.float64),
     }
     for kind in KINDS[2:]:
-        tensors.update({(kind, name): tensor for name, tensor in record[kind].items()})
+        items = record[kind].items()
+        tensors.update(
+            {(kind, name): tensor for name, tensor in (reversed(items) if kind == "gradients" else items)}
+        )
     return tensors
 
 
-def check_same_job(reference: list[dict], actual: list[dict]) -> None:
+def steps_of(content: dict) -> Steps:
+    """Return the tensors of step 0 (the initial parameters), 1, 2, ... of a rank file's content."""
+    initial = {("parameters", name): tensor for name, tensor in content["records"][0]["initial"].items()}
+    return [initial, *map(flatten, content["records"])]
+
+
+class Run:
+    """The rank files of one directory, opened one at a time."""
+
+    def __init__(self, directory: Path, world_size: int, may_be_whole: bool = False) -> None:
+        """Open rank 0's. may_be_whole: a run of one rank will do, the whole job in one process."""
+        self.directory = directory
+        self.whole = may_be_whole and not (directory / "rank-1.pt").exists() and self._is_of_one_rank()
+        self.world_size = 1 if self.whole else world_size
+        find_ranks(directory, self.world_size)
+        self.first = load_rank(directory, 0, self.world_size)
+        self.metadata = self.first["metadata"]
+
+    def _is_of_one_rank(self) -> bool:
+        try:
+            path = self.directory / "rank-0.pt"
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return content["metadata"]["world_size"] == 1
+        except Exception:
+            return False  # load_rank will say what is wrong with it
+
+    @property
+    def label(self) -> str:
+        """What the run is called in a table: oracle, or the device it ran on."""
+        return "oracle" if self.metadata["mode"] == "oracle" else self.metadata["device"]
+
+    def rank(self, rank: int) -> dict:
+        """Return the content of a rank's file. Raises InputError, also if it is of another run."""
+        if rank == 0 or self.whole:
+            return self.first
+        content = load_rank(self.directory, rank, self.world_size)
+        for key in (*SAME_JOB, *SHOWN, "run_id"):
+            first, other = self.metadata.get(key), content["metadata"].get(key)
+            if first != other:
+                raise InputError(
+                    f"{self.directory} mixes runs: {key} is {first!r} in rank-0.pt and {other!r} in "
+                    f"rank-{rank}.pt; run the job again"
+                )
+        return content
+
+    def steps(self, rank: int, like: dict) -> Steps:
+        """Return a rank's steps; of a whole run, the part that a rank with metadata `like` sees."""
+        steps = steps_of(self.rank(rank))
+        if not self.whole:
+            return steps
+        parts = like["dp_degree"]
+        for tensors in steps[1:]:
+            output = tensors["outputs", "output"]
+            if parts > 1 and (output.dim() == 0 or len(output) % parts):
+                raise InputError(
+                    f"{self.directory}: the output of the whole batch, {tuple(output.shape)}, does not "
+                    f"divide over {parts} data-parallel replicas; compare with a run of as many ranks"
+                )
+            if parts > 1:
+                tensors["outputs", "output"] = output.chunk(parts)[like["dp_rank"]]
+        return steps
+
+
+def check_same_job(reference: Run, actual: Run) -> None:
     """Raise InputError unless both runs trained the same model on the same data in the same way."""
-    first, second = reference[0]["metadata"], actual[0]["metadata"]
+    first, second = reference.metadata, actual.metadata
     for key in SAME_JOB:
-        if first[key] != second[key]:
+        if first[key] != second[key] and not (reference.whole and key in LAYOUT):
             raise InputError(
                 f"the runs differ in {key}: reference {first[key]!r}, actual {second[key]!r}; "
                 "run both with the same settings"
             )
     if None is not first.get("saved_at") == second.get("saved_at"):
         raise InputError("the two directories hold the same run, one is a copy; give two runs")
-    for rank, (one, other) in enumerate(zip(reference, actual, strict=True)):
-        for step, (left, right) in enumerate(zip(one["records"], other["records"], strict=True), start=1):
-            left, right = flatten(left), flatten(right)
-            where = f"rank {rank}, step {step}"
-            if left.keys() != right.keys():
-                kind, name = min(left.keys() ^ right.keys())
-                raise InputError(f"{where}: {kind} {name} is in only one of the runs; run both anew")
-            for (kind, name), tensor in left.items():
-                twin = right[kind, name]
-                if (tensor.shape, tensor.dtype) != (twin.shape, twin.dtype):
-                    raise InputError(
-                        f"{where}: {kind} {name} is {tuple(tensor.shape)} {tensor.dtype} in the "
-                        f"reference, {tuple(twin.shape)} {twin.dtype} in the actual run"
-                    )
+
+
+def check_same_parameters(left: Steps, right: Steps, where: str, exact: bool) -> None:
+    """Raise InputError unless both have parameters of the same names, shapes and (if exact) dtypes."""
+    for step, (one, other) in enumerate(zip(left, right, strict=True)):
+        names = [{name for kind, name in tensors if kind == "parameters"} for tensors in (one, other)]
+        if names[0] != names[1]:
+            name = min(names[0] ^ names[1])
+            raise InputError(
+                f"{where}, step {step}: parameter {name} is in only one of the runs; run both anew"
+            )
+        for key in one.keys() & other.keys():
+            a, b = one[key], other[key]
+            if (key[0] != "outputs" and a.shape != b.shape) or (exact and a.dtype != b.dtype):
+                raise InputError(
+                    f"{where}, step {step}: {' '.join(key)} is {tuple(a.shape)} {a.dtype} in the "
+                    f"reference, {tuple(b.shape)} {b.dtype} in the actual run"
+                )
+
+
+# ---------------------------------------------------------------- one tensor
+
+
+def eps_of(*tensors: torch.Tensor) -> float:
+    """Return the coarsest eps of the floating-point tensors among these; 0 if there are none."""
+    return max(
+        (torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point() or t.is_complex()), default=0.0
+    )
 
 
 def compare_tensor(
     actual: torch.Tensor,
     reference: torch.Tensor,
-    rtol: float,
-    atol: float | None,
+    tolerance: Tolerance = DEFAULT,
+    *,
+    eps: float = 0.0,
     parameter: torch.Tensor | None = None,
+    initial: torch.Tensor | None = None,
+    slack: torch.Tensor | None = None,
+    floor: float = 0.0,
 ) -> Result:
-    """Compare two tensors of one shape.
+    """Compare two tensors, element by element and by the norm of their difference.
 
-    Without an atol, it is rtol times the reference's largest magnitude: elements near zero are the
-    sum of larger terms and carry their rounding error. A delta is the difference of two nearly
-    equal parameters: given that parameter, its rounding, 2 eps of its largest magnitude, is allowed
-    too, and the error's norm is taken relative to it.
+    The unit is the coarser of eps and of the tensors' own. Without an rtol, it is ELEMENT_EPS units;
+    without an atol, it is rtol times the reference's largest magnitude: elements near zero are the sum
+    of larger terms and carry their rounding error. With an rtol or atol and no norm_eps, only elements
+    are judged.
+
+    parameter: for a delta, its parameter. The difference of two nearly equal numbers has the rounding
+    error of those: 2 eps of the largest parameter is allowed on top, 1 eps in norm; the error's norm is
+    then given relative to the parameter's.
+    initial: for a parameter, its value before training. What moved since is judged in units, the rest
+    in eps of its own dtype: float32 parameters under bfloat16 gradients.
+    slack: for each element an absolute error that is allowed on top.
+    floor: where both tensors stay below it, they are zero but for rounding, and pass.
     """
-    exact = not (reference.is_floating_point() or reference.is_complex())
-    eps = 0.0 if exact else torch.finfo(reference.dtype).eps
-    wide = torch.complex128 if reference.is_complex() else torch.float64
-    a, r = actual.to(wide), reference.to(wide)
+    if actual.shape != reference.shape:
+        shapes = f"{list(actual.shape)}, expected {list(reference.shape)}"
+        return Result(False, inf, inf, inf, inf, f": its shape is {shapes}")
+    own = eps_of(actual, reference)
+    unit = max(own, eps) if own else 0.0
+    wide = torch.complex128 if actual.is_complex() or reference.is_complex() else torch.float64
+    a, r = actual.detach().to(wide), reference.detach().to(wide)
     for name, tensor in (("reference", r), ("actual", a)):
         finite = torch.isfinite(tensor)
         if not finite.all():
             index = tuple(torch.nonzero(~finite)[0].tolist())
             values = f"reference {r[index].item():.9g}, actual {a[index].item():.9g}"
-            return Result(False, inf, inf, f"{position(index)}: {values}: not finite in the {name} run")
-    if not r.any() and not a.any():
-        return Result(False, inf, 0.0, ": all zero in both runs, nothing is compared")
+            message = f"{position(index)}: {values}: not finite in the {name} run"
+            return Result(False, inf, inf, inf, inf, message)
     error = (a - r).abs()
-    if not error.any():
-        return Result(True, 0.0, 0.0, "")
+    if not error.any() or max(a.abs().max(), r.abs().max()) <= floor:
+        return Result(True)
 
-    scale = r if parameter is None else parameter.to(wide)
-    if atol is None:
-        slack = 0.0 if parameter is None else 2 * eps * scale.abs().max()
-        weight = r.abs() + r.abs().max()
-    else:
-        slack, weight = atol, r.abs()
-    allowed = slack + rtol * weight
+    largest, norm = r.abs().max(), r.norm().item()
+    extra, norm_extra, whole = 0.0, 0.0, norm
+    if parameter is not None:
+        p = parameter.to(wide)
+        extra, norm_extra, whole = 2 * own * p.abs().max(), own * p.norm().item(), p.norm().item()
+    judged = own if initial is not None else unit
+    rtol = ELEMENT_EPS * judged if tolerance.rtol is None else tolerance.rtol
+    norm_eps = tolerance.norm_eps
+    if norm_eps is None:
+        norm_eps = NORM_EPS if tolerance.rtol is None and tolerance.atol is None else inf
+    if initial is not None and tolerance.rtol is None:
+        moved = r - initial.to(wide)
+        extra, norm_extra = ELEMENT_EPS * unit * moved.abs().max(), NORM_EPS * unit * moved.norm().item()
+    if slack is not None:
+        extra, norm_extra = extra + slack, norm_extra + slack.norm().item()
+    weight = r.abs() if tolerance.atol is not None else r.abs() + largest
+    allowed = extra + (tolerance.atol or 0.0) + rtol * weight
     # Not "error > allowed": values near the largest float overflow, and inf is not below inf.
     bad = ~((error <= allowed) & torch.isfinite(allowed))
-    needed = ((error - slack).clamp(min=0) / weight).nan_to_num(nan=0.0).max().item()
-    norm = (a - r).norm().item() / (scale.norm().item() or 1.0)
-    relative = norm / (eps or 1.0)
-    if not bad.any():
-        return Result(True, needed, relative, "")
+    needed = (
+        (((error - extra - (tolerance.atol or 0.0)).clamp(min=0)) / weight).nan_to_num(nan=0.0).max().item()
+    )
+    distance = error.norm().item()
+    allowed_norm = norm_extra + norm_eps * judged * norm if norm_eps < inf else inf
+    relative = distance / (judged or 1.0) / (whole or 1.0)
+    needed_norm = max(0.0, distance - norm_extra) / ((judged or 1.0) * norm) if norm else inf
+    norm_failed = not (distance <= allowed_norm)
+    score = max(
+        (error / allowed).nan_to_num(nan=0.0).max().item(), distance / allowed_norm if allowed_norm else inf
+    )
+    if not bad.any() and not norm_failed:
+        return Result(True, score, relative, needed, needed_norm)
     worst = int((error - allowed).nan_to_num(nan=inf).argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), r.shape))
     message = (
         f"{position(index)}: reference {r[index].item():.9g}, actual {a[index].item():.9g}, difference "
-        f"{error[index]:.3g}, allowed {allowed[index]:.3g}; {int(bad.sum())} of {r.numel()} elements differ"
+        f"{error[index]:.3g}, allowed {allowed[index] if allowed.dim() else allowed:.3g}; "
+        f"{int(bad.sum())} of {r.numel()} elements differ, the norm by {relative:.3g} eps"
     )
-    return Result(False, needed, relative, message)
+    return Result(False, score, relative, needed, needed_norm, message)
 
 
 def position(index: tuple[int, ...]) -> str:
@@ -233,51 +411,490 @@ def position(index: tuple[int, ...]) -> str:
     return str(list(index)) if index else ""
 
 
-def compare_runs(
-    reference: list[dict], actual: list[dict], rtol: float, atol: float | None
-) -> tuple[dict[str, list[Result]], list[tuple]]:
-    """Compare all ranks and steps, printing one line per rank.
+# ---------------------------------------------------------------- one run by itself
 
-    Returns the results by kind, and the mismatches as (step, place, rank, kind, name, message). The
-    place is the tensor's among those of its step, so that they sort into causal order.
-    """
-    results = {kind: [] for kind in KINDS}
-    mismatches = []
-    for rank, (one, other) in enumerate(zip(reference, actual, strict=True)):
-        count = len(mismatches)
-        for step, (left, right) in enumerate(zip(one["records"], other["records"], strict=True)):
-            left, right = flatten(left), flatten(right)
-            for place, ((kind, name), tensor) in enumerate(left.items()):
-                parameter = left["parameters", name] if kind == "deltas" else None
-                result = compare_tensor(right[kind, name], tensor, rtol, atol, parameter)
-                results[kind].append(result)
+
+class RunChecks:
+    """Check the INVARIANTS of one run, which gets its ranks one after another."""
+
+    def __init__(self, run: str, metadata: dict) -> None:
+        self.run, self.metadata = run, metadata
+        self.checked = dict.fromkeys(INVARIANTS, 0)
+        self.findings: list[Finding] = []
+        self.first: Steps = []  # rank 0's steps
+        self.outputs: dict[int, list[torch.Tensor]] = {}  # by replica, of its first rank, for each step
+        self.losses: list[tuple[int, list[tuple[float, float]]]] = []  # by rank: replica, (global, own)
+        self.nonzero: dict[Key, bool] = {}
+        self.eps = 0.0
+
+    def fail(self, step: int, key: Key, rank: int, check: str, message: str) -> None:
+        """Note that a tensor of this rank and step breaks an invariant."""
+        place = list(self.first[step]).index(key) if key in self.first[step] else len(self.first[step])
+        self.findings.append(Finding(step, place, rank, *key, f"{check} ({self.run})", message))
+
+    def add(self, content: dict, steps: Steps) -> list[set[Key]]:
+        """Check a rank; return for each step the tensors that are not bitwise those of an earlier rank.
+
+        Full tensors are compared with rank 0's, outputs with those of the replica's first rank.
+        """
+        metadata, records = content["metadata"], content["records"]
+        rank, replica = metadata["rank"], metadata["dp_rank"]
+        if not self.first:
+            self.first = steps
+            self.eps = eps_of(*(t for key, t in steps[1].items() if key[0] != "losses"))
+        self.losses.append((replica, [(record["loss"], record["local_loss"]) for record in records]))
+        if rank:
+            check_same_parameters(self.first, steps, f"{self.run} run, ranks 0 and {rank}", exact=True)
+        new_replica = replica not in self.outputs
+        if new_replica:
+            self._compare_with_other_replicas(rank, steps)
+            self.outputs[replica] = [tensors["outputs", "output"] for tensors in steps[1:]]
+        fresh = []
+        for step, tensors in enumerate(steps):
+            fresh.append(set())
+            first = self.first[step]
+            for key in first.keys() - tensors.keys():
+                self.fail(step, key, rank, "ranks agree", ": rank 0 has it, this rank has not")
+            for key, tensor in tensors.items():
+                output = key[0] == "outputs"
+                twin = self.outputs[replica][step - 1] if output else first.get(key)
+                if twin is None:
+                    self.fail(step, key, rank, "ranks agree", ": this rank has it, rank 0 has not")
+                elif twin is tensor or not torch.equal(twin, tensor):
+                    fresh[step].add(key)
+                    self._check_fresh(step, key, rank, tensor, twin)
+            if step:
+                self._check_updates(step, rank, steps, fresh)
+        return fresh
+
+    def _compare_with_other_replicas(self, rank: int, steps: Steps) -> None:
+        for step, tensors in enumerate(steps[1:], start=1):
+            for other, outputs in self.outputs.items():
+                self.checked["outputs"] += 1
+                if torch.equal(outputs[step - 1], tensors["outputs", "output"]):
+                    message = f": the same as those of replica {other}: both got the same samples"
+                    self.fail(step, ("outputs", "output"), rank, "outputs", message)
+                    break
+
+    def _check_fresh(self, step: int, key: Key, rank: int, tensor: torch.Tensor, twin: torch.Tensor) -> None:
+        kind = key[0]
+        self.checked["finite"] += 1
+        if not torch.isfinite(tensor).all():
+            index = tuple(torch.nonzero(~torch.isfinite(tensor))[0].tolist())
+            self.fail(step, key, rank, "finite", f"{position(index)}: it is {tensor[index].item()}")
+        elif twin is not tensor and kind != "losses":
+            check = "outputs" if kind == "outputs" else "ranks agree"
+            self.checked[check] += 1
+            largest = max(
+                (t.abs().max().item() for k, t in self.first[step].items() if k[0] == kind), default=0.0
+            )
+            floor = NEGLIGIBLE_EPS * self.eps * largest if kind in ("gradients", "deltas") else 0.0
+            parameter = self.first[step]["parameters", key[1]] if kind == "deltas" else None
+            result = compare_tensor(tensor, twin, eps=self.eps, floor=floor, parameter=parameter)
+            if not result.passed:
+                message = result.message.replace("reference", "an earlier rank").replace(
+                    "actual", "this rank"
+                )
+                self.fail(step, key, rank, check, message)
+        self.nonzero[key] = self.nonzero.get(key, False) or bool(tensor.any())
+
+    def _check_updates(self, step: int, rank: int, steps: Steps, fresh: list[set[Key]]) -> None:
+        for kind, name in steps[step]:
+            keys = [("parameters", name), ("deltas", name), ("gradients", name)]
+            if kind != "deltas" or not (fresh[step] & set(keys) or keys[0] in fresh[step - 1]):
+                continue
+            before = steps[step - 1][keys[0]]
+            after, delta, gradient = (steps[step][key] for key in keys)
+            if not all(torch.isfinite(tensor).all() for tensor in (before, after, delta, gradient)):
+                continue
+            checks = {"update": after.double() - before.double()}
+            if self.metadata["optimizer"] == "SGD":
+                checks["sgd"] = -self.metadata["learning_rate"] * gradient.double()
+            for check, expected in checks.items():
+                self.checked[check] += 1
+                result = compare_tensor(delta, expected, eps=self.eps, parameter=after)
                 if not result.passed:
-                    mismatches.append((step, place, rank, kind, name, result.message))
-        failed = len(mismatches) - count
-        print(f"rank={rank} parity={f'FAILED mismatched_tensors={failed}' if failed else 'passed'}")
-    return results, sorted(mismatches)
+                    message = result.message.replace("reference", "expected", 1)
+                    self.fail(step, ("deltas", name), rank, check, message)
+
+    def finish(self) -> list[Finding]:
+        """Check what takes all ranks, and return everything found."""
+        key = ("losses", "global loss")
+        for step in range(1, len(self.first)):
+            own = defaultdict(list)  # by replica
+            for replica, losses in self.losses:
+                own[replica].append(losses[step - 1][1])
+            mean = sum(sum(values) / len(values) for values in own.values()) / len(own)
+            allowed = NORM_EPS * max(self.eps, torch.finfo(torch.float32).eps) * abs(mean)
+            for rank, (_, losses) in enumerate(self.losses):
+                self.checked["loss"] += 1
+                loss = losses[step - 1][0]
+                if isfinite(loss) and not abs(loss - mean) <= allowed:
+                    message = (
+                        f": it is {loss:.9g}, the mean of the {len(own)} replicas' own losses is {mean:.9g}"
+                    )
+                    self.fail(step, key, rank, "loss", message)
+        for key, nonzero in self.nonzero.items():
+            self.checked["nonzero"] += 1
+            if not nonzero:
+                step = next(step for step, tensors in enumerate(self.first) if key in tensors)
+                self.fail(step, key, 0, "nonzero", ": all zero at every step, nothing is compared")
+        for step, tensors in enumerate(self.first[1:], start=1):
+            gradients = {key: tensor for key, tensor in tensors.items() if key[0] == "gradients"}
+            if not any(tensor.any() for tensor in gradients.values()):
+                self.fail(step, next(iter(gradients)), 0, "nonzero", ": all gradients of this step are zero")
+        return self.findings
+
+    def failed(self, check: str) -> int:
+        """Return how often an invariant was broken."""
+        return sum(finding.check.startswith(check) for finding in self.findings)
 
 
-def print_tables(reference: list[dict], actual: list[dict], results: dict[str, list[Result]]) -> None:
-    """Print the global losses by step, then the error by kind of tensor."""
-    first, second = reference[0], actual[0]
-    names = [f"reference {first['metadata']['device']}", f"actual {second['metadata']['device']}"]
-    print(f"\nstep  {names[0]:>18}  {names[1]:>18}  {'difference':>10}   (global loss)")
-    for step, (left, right) in enumerate(zip(first["records"], second["records"], strict=True)):
-        difference = right["loss"] - left["loss"]
-        print(f"{step + 1:4}  {left['loss']:18.9f}  {right['loss']:18.9f}  {difference:10.1e}")
-    print(f"\n{'tensors':12}{'compared':>9}{'mismatched':>12}{'largest error':>16}{'passes at --rtol':>18}")
-    for kind, items in results.items():
-        failed = sum(not item.passed for item in items)
-        error = f"{max(item.eps for item in items):.3g} eps"
-        needed = f"{1.05 * max(item.needed_rtol for item in items):.1e}"  # rounding stays above
-        print(f"{kind:12}{len(items):9}{failed:12}{error:>16}{needed:>18}")
+# ---------------------------------------------------------------- one run against a reference
+
+
+class Comparison:
+    """Compare a run with a reference; both give their ranks one after another."""
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self.tolerance = tolerance
+        self.findings: list[Finding] = []
+        self.results: dict[Key, list[tuple[int, int, Result]]] = defaultdict(list)  # (rank, step, result)
+        self.scores: list[list[float]] = []  # by rank and step: worst error as a share of what is allowed
+        self.cache: dict[tuple, Result] = {}
+
+    def add(
+        self,
+        metadata: dict,
+        expected: Steps,
+        steps: Steps,
+        fresh: list[set[Key]],
+        slacks: list[Tensors],
+    ) -> int:
+        """Compare a rank; return how many of its tensors failed.
+
+        fresh: by step the tensors that differ from an earlier rank's in either run. All other pairs
+        were compared before. slacks: by step, what the oracle allows on top (see oracle_train.py).
+        """
+        rank, replica = metadata["rank"], metadata["dp_rank"]
+        count = len(self.findings)
+        self.scores.append([])
+        eps = eps_of(*(t for s in (expected[1], steps[1]) for k, t in s.items() if k[0] != "losses"))
+        for step, (left, right) in enumerate(zip(expected, steps, strict=True)):
+            worst = 0.0
+            for place, key in enumerate(left | right):
+                cached = (step, key, replica if key[0] == "outputs" else None)
+                if key in fresh[step] or cached not in self.cache:
+                    self.cache[cached] = self._compare(key, left, right, expected[0], eps, slacks[step])
+                result = self.cache[cached]
+                self.results[key].append((rank, step, result))
+                worst = max(worst, result.score)
+                if not result.passed:
+                    self.findings.append(Finding(step, place, rank, *key, "reference", result.message))
+            self.scores[-1].append(worst)
+        return len(self.findings) - count
+
+    def _compare(
+        self, key: Key, left: Tensors, right: Tensors, initial: Tensors, eps: float, slack: dict
+    ) -> Result:
+        kind, name = key
+        if key not in left or key not in right:
+            which = "reference" if key not in left else "actual"
+            message = f": there is none in the {which} run: the parameter is frozen there, or left out"
+            return Result(False, inf, inf, inf, inf, message)
+        reference, settings = left[key], {}
+        if kind == "losses":
+            eps = max(eps, torch.finfo(torch.float32).eps)
+        if kind == "deltas":
+            settings["parameter"] = left["parameters", name]
+        if kind == "parameters":
+            settings["initial"] = initial[key]
+        if kind in KINDS[2:]:
+            settings["slack"] = slack.get(key)
+            # A parameter as small as a negligible delta is made of such deltas.
+            scale = [
+                tensor
+                for (k, _), tensor in left.items()
+                if k == ("gradients" if kind == "gradients" else "deltas")
+            ]
+            largest = max((tensor.abs().max().item() for tensor in scale), default=0.0)
+            settings["floor"] = NEGLIGIBLE_EPS * eps * largest
+        return compare_tensor(right[key], reference, self.tolerance, eps=eps, **settings)
+
+    def by_kind(self) -> dict[str, list[Result]]:
+        """Return the results of each kind of tensor."""
+        kinds = {kind: [] for kind in KINDS}
+        for (kind, _), results in self.results.items():
+            kinds[kind] += [result for _, _, result in results]
+        return kinds
+
+
+def slacks_of(content: dict) -> list[Tensors]:
+    """Return by step what a whole run allows on top for gradients and deltas; nothing for step 0."""
+    rate = content["metadata"]["learning_rate"]
+    slacks = [{}]
+    for record in content["records"]:
+        slack = record.get("slack", {})
+        slacks.append({("gradients", name): tensor for name, tensor in slack.items()})
+        slacks[-1].update({("deltas", name): rate * tensor for name, tensor in slack.items()})
+    return slacks
+
+
+# ---------------------------------------------------------------- all ranks, and what is said of them
+
+
+class Verdict(NamedTuple):
+    """What compare_runs found."""
+
+    comparison: Comparison | None
+    checks: list[RunChecks]  # of the actual run and, if it has several ranks, of the reference
+    against_oracle: list[Comparison]  # reference, actual
+    losses: list[dict[str, float]]  # by step, of rank 0
+    findings: list[Finding]  # in causal order
+
+
+def compare_runs(
+    reference: Run | None,
+    actual: Run,
+    oracle: Run | None = None,
+    tolerance: Tolerance = DEFAULT,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Compare all ranks, holding at most two of a run in memory. Raises InputError."""
+    checks = [RunChecks("actual run", actual.metadata)]
+    if reference and not reference.whole:
+        checks.append(RunChecks("reference run", reference.metadata))
+    comparison = Comparison(tolerance) if reference else None
+    against_oracle = [Comparison(tolerance), Comparison(tolerance)] if oracle else []
+    whole = oracle or (reference if reference and reference.whole else None)
+    slacks = slacks_of(whole.first) if whole else [{}] * (actual.metadata["steps"] + 1)
+    losses = [{} for _ in range(actual.metadata["steps"])]
+    for rank in range(actual.world_size):
+        progress(f"comparing rank {rank} of {actual.world_size}")
+        content = actual.rank(rank)
+        metadata = content["metadata"]
+        runs = {"actual": steps_of(content)}
+        fresh = checks[0].add(content, runs["actual"])
+        either = fresh
+        if reference:
+            runs["reference"] = reference.steps(rank, metadata)
+            where = f"rank {rank}"
+            check_same_parameters(runs["reference"], runs["actual"], where, exact=not reference.whole)
+            if not reference.whole:
+                fresh_too = checks[1].add(reference.rank(rank), runs["reference"])
+                either = [one | other for one, other in zip(fresh, fresh_too, strict=True)]
+            comparison.add(metadata, runs["reference"], runs["actual"], either, slacks)
+        if oracle:
+            runs["oracle"] = oracle.steps(rank, metadata)
+            check_same_parameters(runs["oracle"], runs["actual"], f"oracle, rank {rank}", exact=False)
+            for one, name, new in zip(against_oracle, ("reference", "actual"), (either, fresh), strict=True):
+                one.add(metadata, runs["oracle"], runs[name], new, slacks)
+        if rank == 0:
+            for name, steps in runs.items():
+                for step, tensors in enumerate(steps[1:]):
+                    losses[step][name] = tensors["losses", "global loss"].item()
+    progress("")
+    findings = [finding for check in checks for finding in check.finish()]
+    findings += comparison.findings if comparison else []
+    return Verdict(comparison, checks, against_oracle, losses, sorted(findings))
+
+
+def find_cause(verdict: Verdict, reference: Run | None, actual: Run) -> str | None:
+    """Return the likely cause of the first finding in plain words, None if nothing explains it."""
+    try:
+        import diagnose_training
+    except ModuleNotFoundError:
+        return None
+
+    def steps(run):
+        cache = {}
+
+        def of(rank):
+            if rank not in cache:
+                cache[rank] = run.steps(rank, actual.rank(rank)["metadata"])
+            return cache[rank]
+
+        return of
+
+    first = verdict.findings[0]
+    return diagnose_training.find_cause(
+        (first.step, first.kind, first.name),
+        steps(actual),
+        steps(reference) if reference else None,
+        [actual.rank(rank)["metadata"] for rank in range(actual.world_size)],
+    )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers as they are written in a message: 0-3, 7."""
+    parts = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def summarize(verdict: Verdict, runs: dict[str, Run | None], tolerance: Tolerance, cause: str | None) -> dict:
+    """Return everything that --json writes and the report shows; the README describes the fields."""
+    actual = runs["actual"]
+    first = verdict.findings[0] if verdict.findings else None
+    described = {
+        name: run and {"label": run.label, "directory": str(run.directory), "metadata": run.metadata}
+        for name, run in runs.items()
+    }
+    kinds, tensors = [], []
+    if verdict.comparison:
+        for kind, results in verdict.comparison.by_kind().items():
+            kinds.append({"kind": kind} | figures(results))
+        for (kind, name), results in verdict.comparison.results.items():
+            rank, step, _ = max(results, key=lambda item: (item[2].score, -item[0], -item[1]))
+            row = {"kind": kind, "name": name} | figures([result for _, _, result in results])
+            tensors.append(row | {"worst_rank": rank, "worst_step": step})
+    differences = []
+    if runs["reference"]:
+        keys = (*SAME_JOB, *SHOWN)
+        pairs = [(key, runs["reference"].metadata[key], actual.metadata[key]) for key in dict.fromkeys(keys)]
+        differences = [{"key": k, "reference": r, "actual": a} for k, r, a in pairs if r != a]
+    oracle_errors = None
+    if verdict.against_oracle:
+        oracle_errors = []
+        for kind in KINDS:
+            errors = [max(r.eps for r in one.by_kind()[kind]) for one in verdict.against_oracle]
+            ratio = errors[1] / errors[0] if errors[0] else None
+            oracle_errors.append(
+                {"kind": kind, "reference_eps": errors[0], "actual_eps": errors[1], "ratio": ratio}
+            )
+    return {
+        "schema": SCHEMA,
+        "verdict": "FAIL" if verdict.findings else "PASS",
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": actual.world_size,
+        "steps": actual.metadata["steps"],
+        **described,
+        "differences": differences,
+        "tolerance": {**tolerance._asdict(), "element_eps": ELEMENT_EPS, "default_norm_eps": NORM_EPS},
+        "losses": [{"step": step} | losses for step, losses in enumerate(verdict.losses, start=1)],
+        "kinds": kinds,
+        "tensors": tensors,
+        "scores": verdict.comparison.scores if verdict.comparison else [],
+        "invariants": [
+            {
+                "run": check.run,
+                "name": name,
+                "text": text,
+                "checked": check.checked[name],
+                "failed": check.failed(name),
+            }
+            for check in verdict.checks
+            for name, text in INVARIANTS.items()
+        ],
+        "findings": len(verdict.findings),
+        "failed_ranks": sorted({finding.rank for finding in verdict.findings}),
+        "first": first
+        and {
+            **{key: getattr(first, key) for key in ("step", "rank", "kind", "name", "check", "message")},
+            "ranks": sorted(
+                {
+                    f.rank
+                    for f in verdict.findings
+                    if (f.step, f.kind, f.name) == (first.step, first.kind, first.name)
+                }
+            ),
+        },
+        "cause": cause,
+        "oracle_errors": oracle_errors,
+    }
+
+
+def figures(results: list[Result]) -> dict:
+    """Return the numbers of a table's row."""
+    return {
+        "compared": len(results),
+        "mismatched": sum(not result.passed for result in results),
+        **{
+            name: max(getattr(result, name) for result in results)
+            for name in ("eps", "score", "needed_rtol", "needed_norm_eps")
+        },
+    }
+
+
+def print_tables(summary: dict) -> None:
+    """Print the global losses by step, then the errors by kind of tensor, then the invariants."""
+    names = [name for name in ("oracle", "reference", "actual") if summary[name]]
+    heads = [f"{name} {summary[name]['label']}" if name != "oracle" else name for name in names]
+    compared = len(names) > 1
+    head = "".join(f"{text:>20}" for text in heads) + (f"{'difference':>12}" if compared else "")
+    print(f"\nstep{head}   (global loss)")
+    for losses in summary["losses"]:
+        line = "".join(f"{losses[name]:20.9f}" for name in names)
+        print(
+            f"{losses['step']:4}{line}"
+            + (f"{losses['actual'] - losses['reference']:12.1e}" if compared else "")
+        )
+    if summary["kinds"]:
+        print(f"\n{'tensors':12}{'compared':>9}{'mismatched':>12}{'largest error':>16}   would pass with")
+    for row in summary["kinds"]:
+        # Above what was measured, so that rounding the figure does not take it below.
+        needed = f"--rtol {1.05 * row['needed_rtol']:.1e} --norm-eps {1.05 * row['needed_norm_eps']:.2g}"
+        error = f"{row['eps']:.3g} eps"
+        print(f"{row['kind']:12}{row['compared']:9}{row['mismatched']:12}{error:>16}   {needed}")
+    if summary["oracle_errors"]:
+        labels = [f"{summary[name]['label']} ({name})" for name in ("reference", "actual")]
+        print(f"\n{'against the oracle':20}{labels[0]:>18}{labels[1]:>18}{'ratio':>8}")
+        for row in summary["oracle_errors"]:
+            errors = [f"{row[name]:.3g} eps" for name in ("reference_eps", "actual_eps")]
+            ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            print(f"{row['kind']:20}{errors[0]:>18}{errors[1]:>18}{ratio:>8}")
+    print()
+    for run in dict.fromkeys(row["run"] for row in summary["invariants"]):
+        rows = [row for row in summary["invariants"] if row["run"] == run]
+        broken = [row for row in rows if row["failed"]]
+        print(f"invariants of the {run}: {len(rows) - len(broken)} of {len(rows)} hold")
+        for row in broken:
+            print(f"  broken {row['failed']} times: {row['name']}: {row['text']}")
+
+
+def print_first(summary: dict) -> None:
+    """Print the likely cause in plain words, then where the runs first differ."""
+    first = summary["first"]
+    print(f"Likely cause: {summary['cause'] or 'not known, nothing that we look for explains it'}")
+    where = f"step {first['step']}" if first["step"] else "step 0 (before training)"
+    ranks = "rank" if len(first["ranks"]) == 1 else "ranks"
+    print(
+        f"First in causal order: {where}, {ranks} {ranges(first['ranks'])}, {first['kind']} {first['name']}{first['message']}"
+    )
+    if first["check"] != "reference":
+        print(f"Broken invariant: {first['check']}")
+    mismatched = sum(row["mismatched"] for row in summary["kinds"])
+    compared = sum(row["compared"] for row in summary["kinds"])
+    if compared:
+        print(
+            f"{mismatched} of {compared} tensors differ, on {len(summary['failed_ranks'])} of {summary['world_size']} ranks."
+        )
+
+
+def plain(value: object) -> object:
+    """Return a value as JSON can hold it: numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def write_json(summary: dict, path: Path) -> None:
+    """Write the summary under a temporary name and rename it."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(plain(summary), indent=1, allow_nan=False) + "\n")
+    temporary.replace(path)
 
 
 def main() -> int:
-    """Compare the two runs named on the command line; return the exit status."""
+    """Compare as the command line says; return the exit status."""
 
-    def tolerance(text):
+    def number(text):
         value = float(text)
         if not 0 <= value < inf:
             raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text}")
@@ -287,46 +904,85 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
-    parser.add_argument("--reference-dir", type=Path, required=True, help="results of the trusted run")
-    parser.add_argument("--actual-dir", type=Path, required=True, help="results of the run in question")
-    parser.add_argument("--world-size", type=int, required=True, help="ranks of both runs")
-    parser.add_argument("--rtol", type=tolerance, default=RTOL, help=f"default: {RTOL}")
-    atol_help = "default: rtol times the largest magnitude in the reference tensor"
-    parser.add_argument("--atol", type=tolerance, help=atol_help)
+    option = parser.add_argument
+    option("--reference-dir", type=Path, help="the trusted run: of as many ranks, or of one (the oracle's)")
+    option("--actual-dir", type=Path, required=True, help="the run in question")
+    option("--oracle-dir", type=Path, help="also show the errors of both runs against this run of one rank")
+    option("--world-size", type=int, required=True, help="ranks of the run in question")
+    option("--rtol", type=number, help=f"default: {ELEMENT_EPS:g} eps of the dtype")
+    option("--atol", type=number, help="default: rtol times the largest magnitude in the reference tensor")
+    option("--norm-eps", type=number, help=f"default: {NORM_EPS:g}; with --rtol or --atol: not judged")
+    option("--json", type=Path, help="write everything that was found to this file")
+    option("--report", type=Path, help="write a page that shows it (takes report_training.py)")
     args = parser.parse_args()
+    tolerance = Tolerance(args.rtol, args.atol, args.norm_eps)
+    show = sys.stderr.isatty()
     try:
         if args.world_size < 1:
             raise InputError(f"--world-size is {args.world_size}; nothing to compare, use at least 1")
-        if args.reference_dir.resolve() == args.actual_dir.resolve():
+        others = [path for path in (args.reference_dir, args.oracle_dir) if path]
+        if args.actual_dir.resolve() in [path.resolve() for path in others]:
             raise InputError(f"{args.actual_dir} would be compared with itself; give two runs")
-        reference = load_run(args.reference_dir, args.world_size)
-        actual = load_run(args.actual_dir, args.world_size)
-        check_same_job(reference, actual)
-    except InputError as error:
+        if args.oracle_dir and not args.reference_dir:
+            raise InputError("--oracle-dir is shown beside a reference; give it as --reference-dir instead")
+        for option_name, path, suffix in (("--json", args.json, ".json"), ("--report", args.report, ".html")):
+            if path and (path.suffix != suffix or not path.parent.is_dir()):
+                raise InputError(
+                    f"{option_name} {path}: give a name ending in {suffix} in an existing directory"
+                )
+            if path:
+                path.unlink(missing_ok=True)  # what an earlier comparison left would be taken for this one's
+        actual = Run(args.actual_dir, args.world_size)
+        reference = args.reference_dir and Run(args.reference_dir, args.world_size, may_be_whole=True)
+        oracle = args.oracle_dir and Run(args.oracle_dir, 1, may_be_whole=True)
+        for run in filter(None, (reference, oracle)):
+            check_same_job(run, actual)
+        runs = {"reference": reference, "actual": actual, "oracle": oracle}
+        verdict = compare_runs(
+            reference,
+            actual,
+            oracle,
+            tolerance,
+            lambda text: show and print(f"\r{text:40}\r", end="", file=sys.stderr),
+        )
+        cause = find_cause(verdict, reference, actual) if verdict.findings else None
+    except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    summary = summarize(verdict, runs, tolerance, cause)
 
-    for title, directory, run in (
-        ("reference", args.reference_dir, reference),
-        ("actual", args.actual_dir, actual),
-    ):
-        print(f"{title}: {directory}", *(f"{key}={run[0]['metadata'][key]}" for key in SHOWN))
-    results, mismatches = compare_runs(reference, actual, args.rtol, args.atol)
-    print_tables(reference, actual, results)
-    steps = reference[0]["metadata"]["steps"]
-    summary = f"comparison ranks={args.world_size} steps={steps}"
-    if mismatches:
-        step, _, rank, kind, name, message = mismatches[0]
-        tensors = sum(map(len, results.values()))
-        ranks = len({mismatch[2] for mismatch in mismatches})
-        print(f"\n{len(mismatches)} of {tensors} tensors failed, on {ranks} of {args.world_size} ranks.")
-        print(f"First in causal order: rank {rank}, step {step + 1}, {kind} {name}{message}")
-        print(f"FAIL {summary}")
-        return 1
-    if reference[0]["metadata"]["device"] == actual[0]["metadata"]["device"] == "cpu":
-        print("\nBoth runs were made on a CPU: the job can be reproduced. No accelerator was checked.")
-    print(f"PASS {summary}")
-    return 0
+    for title, run in runs.items():
+        if run:
+            print(f"{title}: {run.directory}", *(f"{key}={run.metadata[key]}" for key in SHOWN))
+    for rank in range(args.world_size):
+        failed = [finding.check for finding in verdict.findings if finding.rank == rank]
+        mismatched = failed.count("reference")
+        broken = f" broken_invariants={len(failed) - mismatched}" if len(failed) > mismatched else ""
+        if reference:
+            print(
+                f"rank={rank} parity={f'FAILED mismatched_tensors={mismatched}{broken}' if failed else 'passed'}"
+            )
+        else:
+            print(f"rank={rank} invariants={f'FAILED{broken}' if failed else 'held'}")
+    print_tables(summary)
+    print()
+    if verdict.findings:
+        print_first(summary)
+    elif all(run.label in ("cpu", "oracle") for run in runs.values() if run):
+        print("No accelerator was checked: this was computed on a CPU.")
+    try:
+        if args.json:
+            write_json(summary, args.json)
+        if args.report:
+            import report_training
+
+            report_training.write_report([plain(summary)], args.report)
+    except (OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    what = "comparison" if reference else "invariants"
+    print(f"{summary['verdict']} {what} ranks={args.world_size} steps={summary['steps']}")
+    return 1 if verdict.findings else 0
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ INPUT_FEATURES = 128
 HIDDEN_FEATURES = 256
 LEARNING_RATE = 0.01
 
-FORMAT = "parity-record-1"  # marks a rank file as ours; raise the number when its layout changes
+FORMAT = "parity-record-2"  # marks a rank file as ours; raise the number when its layout changes
 BACKENDS = {"cpu": ("gloo",), "neuron": ("neuron",), "cuda": ("nccl", "gloo")}
 PROBE = ".parity-probe-"  # prefix of a file that shows whether a directory can be written
 RANK_FILE = re.compile(r"rank-\d+\.pt(\.tmp)?")
@@ -145,7 +145,9 @@ def train(
     parameters: name -> parameter, for instance dict(model.named_parameters()).
     train_step(step): runs forward and backward and returns this rank's output and loss.
     A record holds "output", "loss" and "local_loss" (floats, equal until average_losses is called),
-    and by parameter name "gradients", "parameters" (after the optimizer's step) and "deltas".
+    and by parameter name "gradients", "parameters" (after the optimizer's step) and "deltas". The first
+    one also holds "initial", the parameters before training. Frozen parameters (requires_grad=False)
+    are recorded under "parameters" and "initial" only.
 
     Raises ValueError for fewer than one step, RuntimeError if a parameter got no gradient or no
     parameter changed: nothing was trained then, and there would be nothing to compare.
@@ -153,36 +155,38 @@ def train(
     if steps < 1:
         raise ValueError(f"steps is {steps}; use at least one training step")
     records = []
-    updated = full_cpu_list(parameters.values())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    updated = initial = dict(zip(parameters, full_cpu_list(parameters.values()), strict=True))
     for step in range(steps):
         before = updated
         optimizer.zero_grad()
         output, loss = train_step(step)
-        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+        missing = [name for name, parameter in trained.items() if parameter.grad is None]
         if missing:
             raise RuntimeError(
-                f"step {step + 1}: no gradient reached parameter {missing[0]}; "
-                "leave parameters out that are not trained (requires_grad=False)"
+                f"step {step + 1}: no gradient reached parameter {missing[0]}; if it is not to be "
+                "trained, set its requires_grad to False"
             )
         # Copied before the step, because an optimizer may change gradients in place.
-        gradients = [parameter.grad.detach().clone() for parameter in parameters.values()]
+        gradients = [parameter.grad.detach().clone() for parameter in trained.values()]
         optimizer.step()
         full = full_cpu_list([*gradients, *parameters.values()])
-        gradients, updated = full[: len(parameters)], full[len(parameters) :]
-        deltas = [after - initial for after, initial in zip(updated, before, strict=True)]
-        if not any(torch.count_nonzero(delta) for delta in deltas):
+        updated = dict(zip(parameters, full[len(gradients) :], strict=True))
+        deltas = {name: updated[name] - before[name] for name in trained}
+        if not any(torch.count_nonzero(delta) for delta in deltas.values()):
             raise RuntimeError(f"step {step + 1}: the optimizer changed no parameter")
         records.append(
             {
                 "output": full_cpu(output),
                 "loss": float(loss.detach()),
                 "local_loss": float(loss.detach()),
-                "gradients": dict(zip(parameters, gradients, strict=True)),
-                "parameters": dict(zip(parameters, updated, strict=True)),
-                "deltas": dict(zip(parameters, deltas, strict=True)),
+                "gradients": dict(zip(trained, full[: len(gradients)], strict=True)),
+                "parameters": updated,
+                "deltas": deltas,
             }
         )
         print_line(f"step={step + 1}/{steps} training=completed")
+    records[0]["initial"] = initial
     return records
 
 
@@ -198,38 +202,40 @@ def average_losses(records: list[dict], device: torch.device, group=None) -> Non
         record["loss"] = loss
 
 
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every script has which trains, distributed or not."""
+    _add(parser, "--seed", SEED, "seed of the initial parameters", type=_whole_number(0))
+    _add(parser, "--steps", STEPS, "training steps", type=_whole_number(1))
+    _add(parser, "--output-dir", "results/latest", "where rank-<rank>.pt is written", type=Path)
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
+
+
 def add_run_arguments(
     parser: argparse.ArgumentParser,
     device: str = DEVICE_TYPE,
     backend: str = PROCESS_GROUP_BACKEND,
 ) -> None:
-    """Add the options that every training script has; device and backend are their defaults."""
+    """Add the options that every distributed script has; device and backend are their defaults."""
+    _add(parser, "--device", device, "where tensors live", choices=tuple(BACKENDS))
+    _add(parser, "--backend", backend, "process-group backend", choices=("gloo", "neuron", "nccl"))
+    ranks_help = "fail unless this many ranks were started"
+    _add(parser, "--expected-world-size", RANKS_PER_NODE, ranks_help, type=_whole_number(1))
+    add_job_arguments(parser)
 
-    def whole_number(least):
-        def parse(text):
-            value = int(text)
-            if not least <= value < 2**63:
-                raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-            return value
 
-        parse.__name__ = "whole number"  # argparse names the type in its message
-        return parse
+def _add(parser, name, default, help, **settings):
+    parser.add_argument(name, default=default, help=f"{help} (default: {default})", **settings)
 
-    def option(name, default, help, **settings):
-        parser.add_argument(name, default=default, help=f"{help} (default: {default})", **settings)
 
-    option("--device", device, "where tensors live", choices=tuple(BACKENDS))
-    option("--backend", backend, "process-group backend", choices=("gloo", "neuron", "nccl"))
-    option(
-        "--expected-world-size",
-        RANKS_PER_NODE,
-        "fail unless this many ranks were started",
-        type=whole_number(1),
-    )
-    option("--seed", SEED, "seed of the initial parameters", type=whole_number(0))
-    option("--steps", STEPS, "training steps", type=whole_number(1))
-    option("--output-dir", "results/latest", "where rank-<rank>.pt is written", type=Path)
-    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
+def _whole_number(least):
+    def parse(text):
+        value = int(text)
+        if not least <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    parse.__name__ = "whole number"  # argparse names the type in its message
+    return parse
 
 
 def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
@@ -265,7 +271,7 @@ def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
             f"--compile-backend {compile_backend} is not known to torch; "
             f"use {'neuron' if args.device == 'neuron' else 'aot_eager'} with --device {args.device}"
         )
-    _prepare_output_dir(args.output_dir, clear=local_rank == 0)
+    prepare_output_dir(args.output_dir, clear=local_rank == 0)
     dist.init_process_group(args.backend)
     return rank, world_size, device
 
@@ -300,7 +306,11 @@ def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: in
     return torch.device(args.device)
 
 
-def _prepare_output_dir(directory: Path, clear: bool) -> None:
+def prepare_output_dir(directory: Path, clear: bool = True) -> None:
+    """Make the directory, check that it can be written, and with clear remove an earlier run's files.
+
+    Raises InputError, and changes nothing, if it holds anything that no run of these scripts wrote.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         paths = [path for path in sorted(directory.iterdir()) if not path.name.startswith(PROBE)]
@@ -364,9 +374,12 @@ def save_results(
     tp_rank: int,
     global_batch_size: int = GLOBAL_BATCH_SIZE,
     learning_rate: float = LEARNING_RATE,
+    optimizer: str = "SGD",
 ) -> None:
     """Write this rank's records to <output-dir>/rank-<rank>.pt: plain CPU tensors and metadata.
 
+    optimizer "SGD" states that an update is -learning_rate times the gradient, which the comparison
+    then checks. Name any other optimizer, or SGD with momentum or weight decay, differently.
     The file loads with torch.load(path, weights_only=True). Each is written under a temporary name
     and renamed, rank 0's after all others: a directory with a rank-0.pt is a finished run.
     """
@@ -384,6 +397,7 @@ def save_results(
         "steps": args.steps,
         "global_batch_size": global_batch_size,
         "learning_rate": learning_rate,
+        "optimizer": optimizer,
         "device": args.device,
         "backend": args.backend,
         "compile_backend": getattr(args, "compile_backend", None),
@@ -394,10 +408,10 @@ def save_results(
     path = args.output_dir / f"rank-{rank}.pt"
     temporary = path.with_suffix(".pt.tmp")
     torch.save({"metadata": metadata, "records": records}, temporary)
-    if rank == 0:
+    if dist.is_initialized() and rank == 0:
         dist.barrier()
     temporary.replace(path)
-    if rank != 0:
+    if dist.is_initialized() and rank != 0:
         dist.barrier()
 
 
