@@ -88,14 +88,13 @@ class Result(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something that failed. Findings sort into causal order: by step, then place within the step."""
+    """Something that failed: of which tensor, and why."""
 
     step: int  # 0 is before training
-    place: int  # of the tensor among those of its step
     rank: int
     kind: str
     name: str
-    check: str  # "reference", or the name of an invariant
+    check: str  # "reference", or the name of an invariant and the run that breaks it
     message: str
 
 
@@ -233,6 +232,7 @@ class Run:
         find_ranks(directory, self.world_size)
         self.first = load_rank(directory, 0, self.world_size)
         self.metadata = self.first["metadata"]
+        self.last: tuple[int, dict] | None = None  # the rank opened last; no more are kept
 
     def _is_of_one_rank(self) -> bool:
         try:
@@ -251,6 +251,8 @@ class Run:
         """Return the content of a rank's file. Raises InputError, also if it is of another run."""
         if rank == 0 or self.whole:
             return self.first
+        if self.last and self.last[0] == rank:
+            return self.last[1]
         content = load_rank(self.directory, rank, self.world_size)
         for key in (*SAME_JOB, *SHOWN, "run_id"):
             first, other = self.metadata.get(key), content["metadata"].get(key)
@@ -259,6 +261,7 @@ class Run:
                     f"{self.directory} mixes runs: {key} is {first!r} in rank-0.pt and {other!r} in "
                     f"rank-{rank}.pt; run the job again"
                 )
+        self.last = rank, content
         return content
 
     def steps(self, rank: int, like: dict) -> Steps:
@@ -292,21 +295,23 @@ def check_same_job(reference: Run, actual: Run) -> None:
         raise InputError("the two directories hold the same run, one is a copy; give two runs")
 
 
-def check_same_parameters(left: Steps, right: Steps, where: str, exact: bool) -> None:
-    """Raise InputError unless both have parameters of the same names, shapes and (if exact) dtypes."""
+def check_same_parameters(left: Steps, right: Steps, names: tuple[str, str]) -> None:
+    """Raise InputError unless both have parameters of the same names and shapes.
+
+    names: what the two are called in the message.
+    """
     for step, (one, other) in enumerate(zip(left, right, strict=True)):
-        names = [{name for kind, name in tensors if kind == "parameters"} for tensors in (one, other)]
-        if names[0] != names[1]:
-            name = min(names[0] ^ names[1])
+        known = [{name for kind, name in tensors if kind == "parameters"} for tensors in (one, other)]
+        if known[0] != known[1]:
+            name = min(known[0] ^ known[1])
             raise InputError(
-                f"{where}, step {step}: parameter {name} is in only one of the runs; run both anew"
+                f"step {step}: parameter {name} is in only one of {' and '.join(names)}; run both anew"
             )
         for key in one.keys() & other.keys():
-            a, b = one[key], other[key]
-            if (key[0] != "outputs" and a.shape != b.shape) or (exact and a.dtype != b.dtype):
+            if key[0] != "outputs" and one[key].shape != other[key].shape:
                 raise InputError(
-                    f"{where}, step {step}: {' '.join(key)} is {tuple(a.shape)} {a.dtype} in the "
-                    f"reference, {tuple(b.shape)} {b.dtype} in the actual run"
+                    f"step {step}: {' '.join(key)} is {tuple(one[key].shape)} in {names[0]}, "
+                    f"{tuple(other[key].shape)} in {names[1]}; run both anew"
                 )
 
 
@@ -330,27 +335,32 @@ def compare_tensor(
     initial: torch.Tensor | None = None,
     slack: torch.Tensor | None = None,
     floor: float = 0.0,
+    any_type: bool = False,
 ) -> Result:
     """Compare two tensors, element by element and by the norm of their difference.
 
-    The unit is the coarser of eps and of the tensors' own. Without an rtol, it is ELEMENT_EPS units;
+    eps is the unit, by default the coarser of the tensors' own. Without an rtol, it is ELEMENT_EPS units;
     without an atol, it is rtol times the reference's largest magnitude: elements near zero are the sum
     of larger terms and carry their rounding error. With an rtol or atol and no norm_eps, only elements
     are judged.
 
     parameter: for a delta, its parameter. The difference of two nearly equal numbers has the rounding
-    error of those: 2 eps of the largest parameter is allowed on top, 1 eps in norm; the error's norm is
+    error of those: 2 eps of the largest parameter is allowed on top, and in norm; the error's norm is
     then given relative to the parameter's.
     initial: for a parameter, its value before training. What moved since is judged in units, the rest
     in eps of its own dtype: float32 parameters under bfloat16 gradients.
     slack: for each element an absolute error that is allowed on top.
     floor: where both tensors stay below it, they are zero but for rounding, and pass.
+    any_type: the reference may be of another dtype, as a float64 one is.
     """
     if actual.shape != reference.shape:
         shapes = f"{list(actual.shape)}, expected {list(reference.shape)}"
         return Result(False, inf, inf, inf, inf, f": its shape is {shapes}")
+    if actual.dtype != reference.dtype and not any_type:
+        types = f"{actual.dtype}, expected {reference.dtype}".replace("torch.", "")
+        return Result(False, inf, inf, inf, inf, f": its type is {types}")
     own = eps_of(actual, reference)
-    unit = max(own, eps) if own else 0.0
+    unit = (eps or own) if own else 0.0  # whole numbers must be equal
     wide = torch.complex128 if actual.is_complex() or reference.is_complex() else torch.float64
     a, r = actual.detach().to(wide), reference.detach().to(wide)
     for name, tensor in (("reference", r), ("actual", a)):
@@ -368,7 +378,7 @@ def compare_tensor(
     extra, norm_extra, whole = 0.0, 0.0, norm
     if parameter is not None:
         p = parameter.to(wide)
-        extra, norm_extra, whole = 2 * own * p.abs().max(), own * p.norm().item(), p.norm().item()
+        extra, norm_extra, whole = 2 * own * p.abs().max(), 2 * own * p.norm().item(), p.norm().item()
     judged = own if initial is not None else unit
     rtol = ELEMENT_EPS * judged if tolerance.rtol is None else tolerance.rtol
     norm_eps = tolerance.norm_eps
@@ -417,8 +427,8 @@ def position(index: tuple[int, ...]) -> str:
 class RunChecks:
     """Check the INVARIANTS of one run, which gets its ranks one after another."""
 
-    def __init__(self, run: str, metadata: dict) -> None:
-        self.run, self.metadata = run, metadata
+    def __init__(self, run: str, metadata: dict, tolerance: Tolerance = DEFAULT) -> None:
+        self.run, self.metadata, self.tolerance = run, metadata, tolerance
         self.checked = dict.fromkeys(INVARIANTS, 0)
         self.findings: list[Finding] = []
         self.first: Steps = []  # rank 0's steps
@@ -429,8 +439,7 @@ class RunChecks:
 
     def fail(self, step: int, key: Key, rank: int, check: str, message: str) -> None:
         """Note that a tensor of this rank and step breaks an invariant."""
-        place = list(self.first[step]).index(key) if key in self.first[step] else len(self.first[step])
-        self.findings.append(Finding(step, place, rank, *key, f"{check} ({self.run})", message))
+        self.findings.append(Finding(step, rank, *key, f"{check} ({self.run} run)", message))
 
     def add(self, content: dict, steps: Steps) -> list[set[Key]]:
         """Check a rank; return for each step the tensors that are not bitwise those of an earlier rank.
@@ -444,11 +453,13 @@ class RunChecks:
             self.eps = eps_of(*(t for key, t in steps[1].items() if key[0] != "losses"))
         self.losses.append((replica, [(record["loss"], record["local_loss"]) for record in records]))
         if rank:
-            check_same_parameters(self.first, steps, f"{self.run} run, ranks 0 and {rank}", exact=True)
+            names = f"rank 0 of the {self.run} run", f"rank {rank}"
+            check_same_parameters(self.first, steps, names)
         new_replica = replica not in self.outputs
         if new_replica:
             self._compare_with_other_replicas(rank, steps)
-            self.outputs[replica] = [tensors["outputs", "output"] for tensors in steps[1:]]
+            # Copies: a view of the file would keep all of it in memory.
+            self.outputs[replica] = [tensors["outputs", "output"].clone() for tensors in steps[1:]]
         fresh = []
         for step, tensors in enumerate(steps):
             fresh.append(set())
@@ -457,12 +468,13 @@ class RunChecks:
                 self.fail(step, key, rank, "ranks agree", ": rank 0 has it, this rank has not")
             for key, tensor in tensors.items():
                 output = key[0] == "outputs"
+                new = new_replica if output else rank == 0
                 twin = self.outputs[replica][step - 1] if output else first.get(key)
                 if twin is None:
                     self.fail(step, key, rank, "ranks agree", ": this rank has it, rank 0 has not")
-                elif twin is tensor or not torch.equal(twin, tensor):
+                elif new or twin.dtype != tensor.dtype or not torch.equal(twin, tensor):
                     fresh[step].add(key)
-                    self._check_fresh(step, key, rank, tensor, twin)
+                    self._check_fresh(step, key, rank, tensor, None if new else twin)
             if step:
                 self._check_updates(step, rank, steps, fresh)
         return fresh
@@ -476,13 +488,15 @@ class RunChecks:
                     self.fail(step, ("outputs", "output"), rank, "outputs", message)
                     break
 
-    def _check_fresh(self, step: int, key: Key, rank: int, tensor: torch.Tensor, twin: torch.Tensor) -> None:
+    def _check_fresh(
+        self, step: int, key: Key, rank: int, tensor: torch.Tensor, twin: torch.Tensor | None
+    ) -> None:
         kind = key[0]
         self.checked["finite"] += 1
         if not torch.isfinite(tensor).all():
             index = tuple(torch.nonzero(~torch.isfinite(tensor))[0].tolist())
             self.fail(step, key, rank, "finite", f"{position(index)}: it is {tensor[index].item()}")
-        elif twin is not tensor and kind != "losses":
+        elif twin is not None and kind != "losses":
             check = "outputs" if kind == "outputs" else "ranks agree"
             self.checked[check] += 1
             largest = max(
@@ -490,7 +504,9 @@ class RunChecks:
             )
             floor = NEGLIGIBLE_EPS * self.eps * largest if kind in ("gradients", "deltas") else 0.0
             parameter = self.first[step]["parameters", key[1]] if kind == "deltas" else None
-            result = compare_tensor(tensor, twin, eps=self.eps, floor=floor, parameter=parameter)
+            result = compare_tensor(
+                tensor, twin, self.tolerance, eps=self.eps, floor=floor, parameter=parameter
+            )
             if not result.passed:
                 message = result.message.replace("reference", "an earlier rank").replace(
                     "actual", "this rank"
@@ -512,7 +528,7 @@ class RunChecks:
                 checks["sgd"] = -self.metadata["learning_rate"] * gradient.double()
             for check, expected in checks.items():
                 self.checked[check] += 1
-                result = compare_tensor(delta, expected, eps=self.eps, parameter=after)
+                result = compare_tensor(delta, expected, eps=self.eps, parameter=after, any_type=True)
                 if not result.passed:
                     message = result.message.replace("reference", "expected", 1)
                     self.fail(step, ("deltas", name), rank, check, message)
@@ -537,7 +553,7 @@ class RunChecks:
         for key, nonzero in self.nonzero.items():
             self.checked["nonzero"] += 1
             if not nonzero:
-                step = next(step for step, tensors in enumerate(self.first) if key in tensors)
+                step = next((step for step, tensors in enumerate(self.first) if key in tensors), 1)
                 self.fail(step, key, 0, "nonzero", ": all zero at every step, nothing is compared")
         for step, tensors in enumerate(self.first[1:], start=1):
             gradients = {key: tensor for key, tensor in tensors.items() if key[0] == "gradients"}
@@ -556,8 +572,9 @@ class RunChecks:
 class Comparison:
     """Compare a run with a reference; both give their ranks one after another."""
 
-    def __init__(self, tolerance: Tolerance) -> None:
-        self.tolerance = tolerance
+    def __init__(self, tolerance: Tolerance, any_type: bool) -> None:
+        """any_type: the reference may be of other dtypes, as the oracle's float64 is."""
+        self.tolerance, self.any_type = tolerance, any_type
         self.findings: list[Finding] = []
         self.results: dict[Key, list[tuple[int, int, Result]]] = defaultdict(list)  # (rank, step, result)
         self.scores: list[list[float]] = []  # by rank and step: worst error as a share of what is allowed
@@ -579,18 +596,22 @@ class Comparison:
         rank, replica = metadata["rank"], metadata["dp_rank"]
         count = len(self.findings)
         self.scores.append([])
-        eps = eps_of(*(t for s in (expected[1], steps[1]) for k, t in s.items() if k[0] != "losses"))
+        # The unit is that of the model and of what the reference computed: autocast that only the run in
+        # question used is a difference.
+        computed = [] if self.any_type else [t for (kind, _), t in expected[1].items() if kind != "losses"]
+        eps = eps_of(*steps[0].values(), *computed)
         for step, (left, right) in enumerate(zip(expected, steps, strict=True)):
             worst = 0.0
-            for place, key in enumerate(left | right):
+            for key in left | right:
                 cached = (step, key, replica if key[0] == "outputs" else None)
-                if key in fresh[step] or cached not in self.cache:
-                    self.cache[cached] = self._compare(key, left, right, expected[0], eps, slacks[step])
-                result = self.cache[cached]
+                result = None if key in fresh[step] else self.cache.get(cached)
+                if result is None:
+                    result = self._compare(key, left, right, expected[0], eps, slacks[step])
+                    self.cache.setdefault(cached, result)
                 self.results[key].append((rank, step, result))
                 worst = max(worst, result.score)
                 if not result.passed:
-                    self.findings.append(Finding(step, place, rank, *key, "reference", result.message))
+                    self.findings.append(Finding(step, rank, *key, "reference", result.message))
             self.scores[-1].append(worst)
         return len(self.findings) - count
 
@@ -619,7 +640,9 @@ class Comparison:
             ]
             largest = max((tensor.abs().max().item() for tensor in scale), default=0.0)
             settings["floor"] = NEGLIGIBLE_EPS * eps * largest
-        return compare_tensor(right[key], reference, self.tolerance, eps=eps, **settings)
+        return compare_tensor(
+            right[key], reference, self.tolerance, eps=eps, any_type=self.any_type, **settings
+        )
 
     def by_kind(self) -> dict[str, list[Result]]:
         """Return the results of each kind of tensor."""
@@ -661,11 +684,11 @@ def compare_runs(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """Compare all ranks, holding at most two of a run in memory. Raises InputError."""
-    checks = [RunChecks("actual run", actual.metadata)]
+    checks = [RunChecks("actual", actual.metadata, tolerance)]
     if reference and not reference.whole:
-        checks.append(RunChecks("reference run", reference.metadata))
-    comparison = Comparison(tolerance) if reference else None
-    against_oracle = [Comparison(tolerance), Comparison(tolerance)] if oracle else []
+        checks.append(RunChecks("reference", reference.metadata, tolerance))
+    comparison = Comparison(tolerance, any_type=reference.whole) if reference else None
+    against_oracle = [Comparison(tolerance, any_type=True) for _ in range(2)] if oracle else []
     whole = oracle or (reference if reference and reference.whole else None)
     slacks = slacks_of(whole.first) if whole else [{}] * (actual.metadata["steps"] + 1)
     losses = [{} for _ in range(actual.metadata["steps"])]
@@ -678,15 +701,15 @@ def compare_runs(
         either = fresh
         if reference:
             runs["reference"] = reference.steps(rank, metadata)
-            where = f"rank {rank}"
-            check_same_parameters(runs["reference"], runs["actual"], where, exact=not reference.whole)
+            names = "the reference", f"rank {rank} of the actual run"
+            check_same_parameters(runs["reference"], runs["actual"], names)
             if not reference.whole:
                 fresh_too = checks[1].add(reference.rank(rank), runs["reference"])
                 either = [one | other for one, other in zip(fresh, fresh_too, strict=True)]
             comparison.add(metadata, runs["reference"], runs["actual"], either, slacks)
         if oracle:
             runs["oracle"] = oracle.steps(rank, metadata)
-            check_same_parameters(runs["oracle"], runs["actual"], f"oracle, rank {rank}", exact=False)
+            check_same_parameters(runs["oracle"], runs["actual"], ("the oracle", f"rank {rank}"))
             for one, name, new in zip(against_oracle, ("reference", "actual"), (either, fresh), strict=True):
                 one.add(metadata, runs["oracle"], runs[name], new, slacks)
         if rank == 0:
@@ -696,7 +719,18 @@ def compare_runs(
     progress("")
     findings = [finding for check in checks for finding in check.finish()]
     findings += comparison.findings if comparison else []
-    return Verdict(comparison, checks, against_oracle, losses, sorted(findings))
+    # Causal order within a step is that in which a record of the run holds its tensors.
+    order = {key: place for place, key in enumerate(runs.get("reference", runs["actual"])[1])}
+    findings.sort(
+        key=lambda f: (
+            f.step,
+            order.get((f.kind, f.name), len(order)),
+            f.rank,
+            f.check != "reference",
+            f.check,
+        )
+    )
+    return Verdict(comparison, checks, against_oracle, losses, findings)
 
 
 def find_cause(verdict: Verdict, reference: Run | None, actual: Run) -> str | None:
@@ -717,11 +751,14 @@ def find_cause(verdict: Verdict, reference: Run | None, actual: Run) -> str | No
         return of
 
     first = verdict.findings[0]
+    where = first.step, first.kind, first.name
     return diagnose_training.find_cause(
-        (first.step, first.kind, first.name),
+        where,
+        sorted({f.rank for f in verdict.findings if (f.step, f.kind, f.name) == where}),
         steps(actual),
         steps(reference) if reference else None,
         [actual.rank(rank)["metadata"] for rank in range(actual.world_size)],
+        [losses for _, losses in verdict.checks[0].losses],
     )
 
 
@@ -851,7 +888,7 @@ def print_tables(summary: dict) -> None:
     for run in dict.fromkeys(row["run"] for row in summary["invariants"]):
         rows = [row for row in summary["invariants"] if row["run"] == run]
         broken = [row for row in rows if row["failed"]]
-        print(f"invariants of the {run}: {len(rows) - len(broken)} of {len(rows)} hold")
+        print(f"invariants of the {run} run: {len(rows) - len(broken)} of {len(rows)} hold")
         for row in broken:
             print(f"  broken {row['failed']} times: {row['name']}: {row['text']}")
 
@@ -860,19 +897,15 @@ def print_first(summary: dict) -> None:
     """Print the likely cause in plain words, then where the runs first differ."""
     first = summary["first"]
     print(f"Likely cause: {summary['cause'] or 'not known, nothing that we look for explains it'}")
-    where = f"step {first['step']}" if first["step"] else "step 0 (before training)"
-    ranks = "rank" if len(first["ranks"]) == 1 else "ranks"
-    print(
-        f"First in causal order: {where}, {ranks} {ranges(first['ranks'])}, {first['kind']} {first['name']}{first['message']}"
-    )
+    ranks = f"rank{'s' if len(first['ranks']) > 1 else ''} {ranges(first['ranks'])}"
+    step = f"step {first['step']}" if first["step"] else "step 0 (before training)"
+    print(f"First in causal order: {ranks}, {step}, {first['kind']} {first['name']}{first['message']}")
     if first["check"] != "reference":
         print(f"Broken invariant: {first['check']}")
     mismatched = sum(row["mismatched"] for row in summary["kinds"])
     compared = sum(row["compared"] for row in summary["kinds"])
-    if compared:
-        print(
-            f"{mismatched} of {compared} tensors differ, on {len(summary['failed_ranks'])} of {summary['world_size']} ranks."
-        )
+    failed, ranks = len(summary["failed_ranks"]), summary["world_size"]
+    print(f"{mismatched} of {compared} tensors failed, on {failed} of {ranks} ranks." if compared else "")
 
 
 def plain(value: object) -> object:
@@ -959,9 +992,8 @@ def main() -> int:
         mismatched = failed.count("reference")
         broken = f" broken_invariants={len(failed) - mismatched}" if len(failed) > mismatched else ""
         if reference:
-            print(
-                f"rank={rank} parity={f'FAILED mismatched_tensors={mismatched}{broken}' if failed else 'passed'}"
-            )
+            parity = f"FAILED mismatched_tensors={mismatched}{broken}" if failed else "passed"
+            print(f"rank={rank} parity={parity}")
         else:
             print(f"rank={rank} invariants={f'FAILED{broken}' if failed else 'held'}")
     print_tables(summary)

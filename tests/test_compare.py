@@ -93,7 +93,8 @@ def test_float32_rounding_passes_and_is_measured(pair, verdict):
     row = next(line for line in out.splitlines() if line.startswith("gradients")).split()
     assert row[1:3] == [str(4 * RANKS * STEPS), "0"]
     assert 1.5 < float(row[3]) < 2.5  # in eps of float32, 2**-23
-    assert 1e-7 < float(row[5]) < 3e-7
+    assert row[5] == "--rtol" and 1e-7 < float(row[6]) < 3e-7
+    assert row[7] == "--norm-eps" and 1.5 < float(row[8]) < 2.7
 
 
 @pytest.mark.parametrize("kind", ["gradients", "parameters", "deltas"])
@@ -109,17 +110,20 @@ def test_one_altered_element_is_located(pair, verdict, kind):
     first = next(line for line in out.splitlines() if line.startswith("First"))
     assert f"rank 2, step 2, {kind} 0.weight[12, 7]: reference" in first
     assert "1 of 32768 elements differ" in first
+    assert "1 of 184 tensors failed, on 1 of 4 ranks" in out
     assert out.endswith(f"FAIL comparison ranks={RANKS} steps={STEPS}\n")
 
 
 def test_smallest_passing_tolerance_is_exact(pair, verdict):
-    edit(pair[1], 0, lambda content: content["records"][0]["gradients"]["2.bias"].mul_(1 + 1e-3))
+    edit_all(pair[1], lambda content: content["records"][0]["gradients"]["2.bias"].mul_(1 + 3e-5))
     status, out, _ = verdict()
     assert status == 1
     row = next(line for line in out.splitlines() if line.startswith("gradients")).split()
-    needed = float(row[5])
-    assert verdict("--rtol", needed * 1.1)[0] == 0
-    assert verdict("--rtol", needed * 0.9)[0] == 1
+    rtol, norm_eps = float(row[6]), float(row[8])
+    assert verdict("--rtol", rtol * 1.1)[0] == 0
+    assert verdict("--rtol", rtol * 0.9)[0] == 1
+    assert verdict("--rtol", rtol * 1.1, "--norm-eps", norm_eps * 1.1)[0] == 0
+    assert verdict("--rtol", rtol * 1.1, "--norm-eps", norm_eps * 0.9)[0] == 1
 
 
 def test_atol_is_absolute(pair, verdict):
@@ -134,7 +138,7 @@ def test_all_mismatches_are_counted_and_the_first_in_causal_order_is_told(pair, 
     edit(pair[1], 3, lambda content: content["records"][1]["gradients"]["2.weight"].mul_(2))
     status, out, _ = verdict()
     assert status == 1
-    assert "3 of 168 tensors failed, on 3 of 4 ranks" in out
+    assert "3 of 184 tensors failed, on 3 of 4 ranks" in out
     assert "First in causal order: rank 3, step 2, gradients 2.weight" in out
 
 
@@ -182,7 +186,8 @@ def test_all_zeros_in_both_runs_is_no_agreement(runs, tmp_path, monkeypatch, cap
         edit_all(directory, change)
     status, out, _ = compare(monkeypatch, capsys, directories)
     assert status == 1
-    assert "rank 0, step 1, outputs output: all zero in both runs, nothing is compared" in out
+    assert "ranks 0-3, step 1, outputs output: all zero at every step, nothing is compared" in out
+    assert "Broken invariant: nonzero (actual run)" in out
 
 
 def invalid(verdict, *words, **settings):
@@ -285,17 +290,38 @@ def test_files_of_two_runs_in_one_directory(pair, verdict):
 def test_other_names_shapes_and_types(pair, verdict):
     def rename(content):
         for record in content["records"]:
-            for kind in ("gradients", "parameters", "deltas"):
-                record[kind]["3.bias"] = record[kind].pop("2.bias")
+            for kind in ("initial", "gradients", "parameters", "deltas"):
+                if kind in record:
+                    record[kind]["3.bias"] = record[kind].pop("2.bias")
 
     def reshape(content):
-        content["records"][1]["output"] = content["records"][1]["output"].reshape(-1)
+        record = content["records"][1]
+        for kind in ("gradients", "parameters", "deltas"):
+            record[kind]["0.weight"] = record[kind]["0.weight"].reshape(-1)
 
-    edit(pair[1], 1, reshape)
-    invalid(verdict, "rank 1, step 2: outputs output is (128, 128) torch.float32", "(16384,)")
-    shutil.copy(pair[0] / "rank-1.pt", pair[1])
-    edit(pair[1], 3, rename)
-    invalid(verdict, "rank 3, step 1:", "is in only one of the runs")
+    def convert(content):
+        content["records"][1]["output"] = content["records"][1]["output"].double()
+
+    for change, words in (
+        (reshape, ("0.weight is (256, 128) torch.float32", "(32768,)")),
+        (convert, ("step 2: outputs output is (128, 128) torch.float32 in", "torch.float64 in")),
+        (rename, ("parameter 2.bias is in only one of rank 0 of the actual run and rank 1",)),
+    ):
+        edit(pair[1], 1, change)
+        invalid(verdict, *words)
+        shutil.copy(pair[0] / "rank-1.pt", pair[1])
+    edit_all(pair[1], rename)
+    invalid(verdict, "parameter 2.bias is in only one of the reference and rank 0 of the actual run")
+
+
+def test_output_of_another_shape_is_a_mismatch(pair, verdict):
+    def shorten(content):
+        content["records"][1]["output"] = content["records"][1]["output"][1:].clone()
+
+    edit(pair[1], 2, shorten)
+    status, out, _ = verdict()
+    assert status == 1
+    assert "rank 2, step 2, outputs output: its shape is [127, 128], expected [128, 128]" in out
 
 
 def without(key):
@@ -320,13 +346,16 @@ def first(**values):
         (first(output=torch.empty(0)), "output holds no values"),
         (first(output=torch.eye(2).to_sparse()), "expected a plain dense"),
         (first(deltas=[]), "must be dictionaries by name"),
-        (first(gradients={}, parameters={}, deltas={}), "must have the same names, at least one"),
-        (lambda content: content["records"][0]["gradients"].pop("2.bias"), "must have the same names"),
+        (first(gradients={}, parameters={}, deltas={}), "must have the same names, all among"),
+        (
+            lambda content: content["records"][0]["gradients"].pop("2.bias"),
+            "must have the same names, all among",
+        ),
     ],
 )
 def test_file_of_another_structure(pair, verdict, change, words):
     edit(pair[1], 3, change)
-    invalid(verdict, "rank-3.pt is no result file of format parity-record-1", words)
+    invalid(verdict, "rank-3.pt is no result file of format parity-record-2", words)
 
 
 def test_file_that_holds_something_else(pair, verdict):
@@ -357,7 +386,7 @@ def test_absurd_world_size_ends_at_once(verdict):
 )
 def test_other_types(actual, reference, dtype, passed):
     pair = torch.tensor(actual, dtype=dtype), torch.tensor(reference, dtype=dtype)
-    result = compare_training.compare_tensor(*pair, 1e-5, None)
+    result = compare_training.compare_tensor(*pair)
     assert result.passed == passed
     assert bool(result.message) != passed
 
@@ -367,10 +396,10 @@ def test_delta_may_differ_by_the_rounding_of_its_parameter_and_no_more():
     reference = torch.tensor([1e-4, 2e-4])
     for ulps, passed in ((1.5, True), (3.0, False)):
         actual = reference + ulps * 2**-23
-        result = compare_training.compare_tensor(actual, reference, 1e-5, None, parameter)
+        result = compare_training.compare_tensor(actual, reference, parameter=parameter)
         assert result.passed == passed
     integers = torch.tensor([0, 0]), torch.tensor([5, 6])
-    assert not compare_training.compare_tensor(*integers, 1e-5, None, torch.tensor([5, 6])).passed
+    assert not compare_training.compare_tensor(*integers, parameter=torch.tensor([5, 6])).passed
 
 
 def test_a_run_is_not_compared_with_itself(runs, monkeypatch, capsys):

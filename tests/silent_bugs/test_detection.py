@@ -1,0 +1,99 @@
+"""Every faulty run must be detected, located, and explained rightly or not at all; clean runs must pass.
+
+    make silent-bugs
+
+Each case of faulty_runs.py runs twice. It is then held against the clean run of the same mode (the
+tutorial's reference), against the oracle, and against the invariants alone; and its two runs are held
+against each other, as a comparison of CPU and device does in which both follow the faulty plan.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, launch, run
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import faulty_runs
+
+from compare_training import Run, compare_runs, find_cause
+
+MODES = ("ddp", "fsdp", "tp", "simplefsdp_tp")
+SEEDS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory):
+    """The folder with all faulty and clean runs, and the oracle's as oracle-<model>-<seed>."""
+    folder = tmp_path_factory.mktemp("bank")
+    for ranks in (4, 8):
+        script = ROOT / "tests" / "silent_bugs" / "faulty_runs.py"
+        done = launch(ranks, folder / "logs", script, "--output-dir", folder, "--repeat", 2, timeout=600)
+        logs = "".join(path.read_text() for path in (folder / "logs").rglob("stderr.log"))
+        assert done.status == 0, done.err + logs
+    for model in ("eager", "simplefsdp"):
+        for seed in SEEDS:
+            command = [sys.executable, ROOT / "oracle_train.py", "--model", model, "--seed", seed]
+            output = folder / f"oracle-{model}-{seed}"
+            done = run(*command, "--steps", faulty_runs.STEPS, "--output-dir", output)
+            assert done.status == 0, done.err
+    return folder
+
+
+def examine(directory, mode, reference=None):
+    """Return the first finding, those found against the reference, and the likely cause."""
+    actual = Run(directory, faulty_runs.RANKS[mode])
+    reference = reference and Run(reference, faulty_runs.RANKS[mode], may_be_whole=True)
+    verdict = compare_runs(reference, actual)
+    cause = find_cause(verdict, reference, actual) if verdict.findings else None
+    first = verdict.findings[0] if verdict.findings else None
+    return first, [finding for finding in verdict.findings if finding.check == "reference"], cause
+
+
+def oracle_of(bank, mode, seed=0):
+    return bank / f"oracle-{'simplefsdp' if mode == 'simplefsdp_tp' else 'eager'}-{seed}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clean_runs_raise_no_alarm(bank, mode, seed):
+    directory = bank / f"clean-{mode}-seed{seed}"
+    assert examine(directory, mode, oracle_of(bank, mode, seed))[0] is None
+    assert examine(directory, mode)[0] is None
+
+
+def test_faulty_runs(bank, capsys):
+    rows, problems, named = [], [], 0
+    for name, case in faulty_runs.CASES.items():
+        clean = bank / f"clean-{case.mode}-seed0"
+        by_oracle, _, cause = examine(bank / name, case.mode, oracle_of(bank, case.mode))
+        by_reference, _, cause_by_reference = examine(bank / name, case.mode, clean)
+        by_invariant, _, cause_by_invariant = examine(bank / name, case.mode)
+        _, between, _ = examine(bank / f"{name}.again", case.mode, bank / name)
+        located = by_oracle and (by_oracle.step, by_oracle.kind, by_oracle.name)
+        if located != (case.step, case.kind, case.name):
+            problems.append(f"{name}: located at {located}, is at {(case.step, case.kind, case.name)}")
+        if not by_reference:
+            problems.append(f"{name}: not detected by the clean run of its mode")
+        for given in (cause, cause_by_reference, cause_by_invariant):
+            if given and not any(words in given for words in (case.cause or "").split("|") if words):
+                problems.append(f"{name}: wrong cause: {given}; expected {case.cause}")
+        if case.cause and not cause:
+            problems.append(f"{name}: no cause named, expected {case.cause}")
+        named += cause is not None
+        marks = ["x" if found else "-" for found in (by_reference, by_oracle, by_invariant, between)]
+        rows.append([name, case.mode, *marks, "x" if located else "-", cause or "(none named)"])
+
+    with capsys.disabled():
+        heads = ["case", "mode", "reference", "oracle", "invariant", "two faulty runs", "located", "cause"]
+        print("\n" + " | ".join(heads))
+        for row in rows:
+            print(" | ".join(row))
+        print(
+            f"{len(rows)} cases, cause named in {named}; the comparison of two runs of one faulty plan "
+            f"noticed {sum(row[5] == 'x' for row in rows)}"
+        )
+    assert not problems, "\n".join(problems)
+    assert len(rows) >= 30
+    assert named >= 0.8 * len(rows)
