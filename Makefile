@@ -1,7 +1,8 @@
-# The same training job on the CPU and on a device, compared rank by rank.
+# The same training job in float64, on the CPU and on a device, compared rank by rank.
 #
-#   make ddp                            64 ranks, ten steps: CPU reference, device run, comparison
+#   make ddp                            64 ranks, ten steps: oracle, CPU run, device run, comparisons
 #   make all-parity RANKS=4             all four modes, four ranks
+#   make report                         one page on all comparisons made so far
 #   make fsdp DEVICE=cuda RANKS=8       another device; backends follow from it
 #   make tp LAUNCH=torchrun             another launcher with torchrun's options
 #
@@ -25,6 +26,7 @@ PYTHON := $(if $(filter 2.14.%,$(ACTIVE_TORCH)),python,.venv/bin/python)
 endif
 ifeq ($(PYTHON),.venv/bin/python)
 ENVIRONMENT := .venv/installed
+REPORT_ENVIRONMENT := .venv/installed-report
 DEV_ENVIRONMENT := .venv/installed-dev
 endif
 
@@ -50,23 +52,30 @@ endif
 
 MODES := ddp fsdp tp simplefsdp-tp
 REFERENCES := $(MODES:%=$(RESULTS)/cpu-%/rank-0.pt)
+ORACLES := $(RESULTS)/oracle-eager/rank-0.pt $(RESULTS)/oracle-simplefsdp/rank-0.pt
 SETTINGS := $(MODES:%=$(RESULTS)/.settings-%)
 SCRIPTS := training_common.py distributed_train.py simplefsdp_tp_train.py launch.py
+ORACLE_SCRIPTS := training_common.py oracle_train.py
+COMPARISONS := $(MODES:%=$(RESULTS)/compare-cpu-%.json) $(MODES:%=$(RESULTS)/compare-%.json)
 
-.PHONY: help all-parity test lint format bench clean FORCE
-.PHONY: $(MODES) $(MODES:%=cpu-%) $(MODES:%=device-%) $(MODES:%=compare-%)
+.PHONY: help all-parity oracle report test silent-bugs lint format bench clean FORCE
+.PHONY: $(MODES) $(MODES:%=cpu-%) $(MODES:%=device-%) $(MODES:%=compare-%) $(MODES:%=compare-cpu-%)
 # One run at a time, whatever -j says: a run uses every core, and two would mix their output.
 .NOTPARALLEL:
 
 help:
 	@echo 'Modes: $(MODES)'
 	@echo
-	@echo 'make <mode>            CPU reference, device run and comparison of one mode'
+	@echo 'make <mode>            oracle, CPU run and, unless DEVICE=cpu, device run of one mode, compared'
 	@echo 'make all-parity        the same for all modes'
-	@echo 'make cpu-<mode>        the CPU reference, unless it exists with these settings'
+	@echo 'make oracle            the same job in float64 in one process, unless it exists'
+	@echo 'make cpu-<mode>        the CPU run, unless it exists with these settings'
+	@echo 'make compare-cpu-<mode>  the CPU run with the oracle'
 	@echo 'make device-<mode>     the device run; with DEVICE=cpu a second CPU run'
-	@echo 'make compare-<mode>    the comparison of the two'
+	@echo 'make compare-<mode>    the device run with the CPU run'
+	@echo 'make report            $(RESULTS)/report.html on all comparisons that were made'
 	@echo 'make test              run the tests'
+	@echo 'make silent-bugs       train with 74 real mistakes and see that each is found and named'
 	@echo 'make lint              check style and formatting'
 	@echo 'make format            format the code'
 	@echo 'make bench             time the CPU references, launch.py beside torchrun'
@@ -93,17 +102,37 @@ $(LAUNCH) --standalone --nproc-per-node=$(RANKS) \
 && echo "== $(1): $(RANKS) ranks completed in $$(($$(date +%s) - start)) s; logs in $(RESULTS)/logs/$(1)"
 endef
 
-# $(call compare,MODE)
-define compare
-@echo "== compare-$(1): $(RESULTS)/$(1) with $(RESULTS)/cpu-$(1)"
-@$(PYTHON) compare_training.py --reference-dir "$(RESULTS)/cpu-$(1)" --actual-dir "$(RESULTS)/$(1)" --world-size $(RANKS)
-endef
+# $(call oracle_dir,MODE): the bias-free model has an oracle of its own.
+oracle_dir = $(RESULTS)/oracle-$(if $(filter simplefsdp-tp,$(1)),simplefsdp,eager)
 
-$(MODES): %: cpu-% device-%
-	$(call compare,$*)
+# $(call compare,NAME,REFERENCE,ACTUAL,MORE OPTIONS)
+define compare
+@echo "== $(1): $(3) with $(2)"
+@$(PYTHON) compare_training.py --reference-dir "$(2)" --actual-dir "$(3)" --world-size $(RANKS) $(4) --json "$(RESULTS)/$(1).json"
+endef
+compare_cpu = $(call compare,compare-cpu-$(1),$(call oracle_dir,$(1)),$(RESULTS)/cpu-$(1))
+compare_device = $(call compare,compare-$(1),$(RESULTS)/cpu-$(1),$(RESULTS)/$(1),--oracle-dir "$(call oracle_dir,$(1))")
+
+ifeq ($(DEVICE),cpu)
+$(MODES): %: oracle cpu-%
+	@echo "== $@: no device run was made: DEVICE is cpu"
+	$(call compare_cpu,$*)
 
 all-parity: $(MODES)
-	@echo "== all-parity: $(MODES) agree with their CPU references on $(DEVICE), $(RANKS) ranks"
+	@echo "== all-parity: $(MODES) agree with the float64 oracle on the CPU, $(RANKS) ranks; no device run was made"
+else
+$(MODES): %: compare-cpu-% device-%
+	$(call compare_device,$*)
+
+all-parity: $(MODES)
+	@echo "== all-parity: $(MODES) agree with the float64 oracle on the CPU, and with the CPU on $(DEVICE), $(RANKS) ranks"
+endif
+
+oracle: $(ORACLES)
+
+$(ORACLES): $(RESULTS)/oracle-%/rank-0.pt: $(RESULTS)/.settings-oracle
+	@echo "== oracle-$*: $(STEPS) steps in float64, one process"
+	@$(PYTHON) oracle_train.py --model $* --seed $(SEED) --steps $(STEPS) --output-dir "$(RESULTS)/oracle-$*" > /dev/null
 
 # rank-0.pt is written last: where it stands, the run is complete.
 $(MODES:%=cpu-%): cpu-%: $(RESULTS)/cpu-%/rank-0.pt
@@ -112,18 +141,33 @@ $(MODES:%=cpu-%): cpu-%: $(RESULTS)/cpu-%/rank-0.pt
 $(REFERENCES): $(RESULTS)/cpu-%/rank-0.pt: $(RESULTS)/.settings-%
 	$(call run,cpu-$*,cpu,gloo,$(call script,$*,aot_eager))
 
-# Rewritten, and so newer than the reference, only when a setting or a script changes.
+# $(call settings,VARIABLES,SCRIPTS): rewritten, and so newer than the run, only when one of them changes.
+define settings
+@mkdir -p "$(RESULTS)"
+@echo "$(1) steps=$(STEPS) seed=$(SEED) torch=$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))')" > $@.new
+@cksum $(2) >> $@.new
+@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+endef
+
 $(SETTINGS): FORCE | $(ENVIRONMENT)
-	@mkdir -p "$(RESULTS)"
-	@echo "ranks=$(RANKS) steps=$(STEPS) seed=$(SEED) torch=$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))')" > $@.new
-	@cksum $(SCRIPTS) >> $@.new
-	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+	$(call settings,ranks=$(RANKS),$(SCRIPTS))
+
+$(RESULTS)/.settings-oracle: FORCE | $(ENVIRONMENT)
+	$(call settings,,$(ORACLE_SCRIPTS))
 
 $(MODES:%=device-%): device-%: | $(ENVIRONMENT)
 	$(call run,$*,$(DEVICE),$(BACKEND),$(call script,$*,$(COMPILE_BACKEND)))
 
-$(MODES:%=compare-%): compare-%: | $(ENVIRONMENT)
-	$(call compare,$*)
+$(MODES:%=compare-cpu-%): compare-cpu-%: oracle cpu-%
+	$(call compare_cpu,$*)
+
+$(MODES:%=compare-%): compare-%: oracle | $(ENVIRONMENT)
+	$(call compare_device,$*)
+
+report: | $(REPORT_ENVIRONMENT)
+	@files="$(foreach file,$(COMPARISONS),$$(ls $(file) 2>/dev/null))"; \
+	if [ -z "$$(echo $$files)" ]; then echo "error: $(RESULTS) holds no comparison; run make ddp or another mode first" >&2; exit 2; fi; \
+	$(PYTHON) report_training.py $$files --output "$(RESULTS)/report.html"
 
 .venv/installed: requirements.txt
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "error: $(BASE_PYTHON) is Python %d.%d, 3.11 or newer is needed: make BASE_PYTHON=python3.12" % v[:2])'
@@ -132,13 +176,20 @@ $(MODES:%=compare-%): compare-%: | $(ENVIRONMENT)
 	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-.venv/installed-dev: requirements-dev.txt .venv/installed
+.venv/installed-report: requirements-report.txt .venv/installed
+	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements-report.txt
+	@touch $@
+
+.venv/installed-dev: requirements-dev.txt requirements-report.txt .venv/installed
 	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 test: | $(DEV_ENVIRONMENT)
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || { echo "error: $(PYTHON) has no pytest: pip install -r requirements-dev.txt" >&2; exit 2; }
-	$(PYTHON) -m pytest tests
+	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs
+
+silent-bugs: | $(DEV_ENVIRONMENT)
+	$(PYTHON) -m pytest tests/silent_bugs
 
 lint: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m ruff check .
@@ -152,11 +203,14 @@ bench: | $(ENVIRONMENT)
 	$(PYTHON) tests/bench_launch.py --ranks $(RANKS)
 	$(PYTHON) tests/bench_launch.py --ranks 8 --beside-torchrun # as many as fit without shared memory
 
-# Only what the runs wrote: RESULTS may be a folder that holds more.
+# Only what was written here: RESULTS may be a folder that holds more.
+RUNS := $(MODES) $(MODES:%=cpu-%) oracle-eager oracle-simplefsdp
 clean:
-	@for file in $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)/rank-[0-9]*.pt*); do \
+	@for file in $(foreach run,$(RUNS),$(RESULTS)/$(run)/rank-[0-9]*.pt*); do \
 	  if head -c 1024 $$file 2>/dev/null | LC_ALL=C grep -aq parity-record; then rm -f $$file; fi; done
-	@$(foreach run,$(MODES) $(MODES:%=cpu-%),$(call clear_logs,$(run)); )true
-	@rm -f $(SETTINGS)
-	@rmdir $(foreach run,$(MODES) $(MODES:%=cpu-%),$(RESULTS)/$(run)) $(RESULTS)/logs $(RESULTS) 2>/dev/null || true
-	@rm -rf .pytest_cache .ruff_cache __pycache__ tests/__pycache__
+	@for file in $(COMPARISONS) $(RESULTS)/report.html; do \
+	  if grep -aqsE 'parity-comparison|report_training' $$file; then rm -f $$file; fi; done
+	@$(foreach run,$(RUNS),$(call clear_logs,$(run)); )true
+	@rm -f $(SETTINGS) $(RESULTS)/.settings-oracle
+	@rmdir $(foreach run,$(RUNS),$(RESULTS)/$(run)) $(RESULTS)/logs $(RESULTS) 2>/dev/null || true
+	@rm -rf .pytest_cache .ruff_cache __pycache__ tests/__pycache__ tests/silent_bugs/__pycache__

@@ -23,6 +23,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from math import inf, isfinite
 from pathlib import Path
 from typing import NamedTuple
@@ -735,10 +736,9 @@ def compare_runs(
 
 def find_cause(verdict: Verdict, reference: Run | None, actual: Run) -> str | None:
     """Return the likely cause of the first finding in plain words, None if nothing explains it."""
-    try:
-        import diagnose_training
-    except ModuleNotFoundError:
+    if not find_spec("diagnose_training"):
         return None
+    import diagnose_training
 
     def steps(run):
         cache = {}
@@ -752,14 +752,18 @@ def find_cause(verdict: Verdict, reference: Run | None, actual: Run) -> str | No
 
     first = verdict.findings[0]
     where = first.step, first.kind, first.name
-    return diagnose_training.find_cause(
-        where,
-        sorted({f.rank for f in verdict.findings if (f.step, f.kind, f.name) == where}),
-        steps(actual),
-        steps(reference) if reference else None,
-        [actual.rank(rank)["metadata"] for rank in range(actual.world_size)],
-        [losses for _, losses in verdict.checks[0].losses],
-    )
+    try:
+        return diagnose_training.find_cause(
+            where,
+            sorted({f.rank for f in verdict.findings if (f.step, f.kind, f.name) == where}),
+            steps(actual),
+            steps(reference) if reference else None,
+            [actual.rank(rank)["metadata"] for rank in range(actual.world_size)],
+            [losses for _, losses in verdict.checks[0].losses],
+        )
+    except Exception as error:  # what was found must be told even so
+        print(f"warning: the diagnosis broke off with {error!r}", file=sys.stderr)
+        return None
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -896,7 +900,10 @@ def print_tables(summary: dict) -> None:
 def print_first(summary: dict) -> None:
     """Print the likely cause in plain words, then where the runs first differ."""
     first = summary["first"]
-    print(f"Likely cause: {summary['cause'] or 'not known, nothing that we look for explains it'}")
+    unknown = "not known, nothing that we look for explains it"
+    if not find_spec("diagnose_training"):
+        unknown = "not looked for, diagnose_training.py is not beside this script"
+    print(f"Likely cause: {summary['cause'] or unknown}")
     ranks = f"rank{'s' if len(first['ranks']) > 1 else ''} {ranges(first['ranks'])}"
     step = f"step {first['step']}" if first["step"] else "step 0 (before training)"
     print(f"First in causal order: {ranks}, {step}, {first['kind']} {first['name']}{first['message']}")
@@ -924,8 +931,24 @@ def write_json(summary: dict, path: Path) -> None:
     temporary.replace(path)
 
 
-def main() -> int:
-    """Compare as the command line says; return the exit status."""
+def show_progress(text: str) -> None:
+    """Show what is being done, on a terminal only; nothing stays of it."""
+    if sys.stderr.isatty():
+        print(f"\r{text:40}\r", end="", file=sys.stderr)
+
+
+def write_report(summary: dict, path: Path) -> None:
+    """Write the page. Raises InputError if that takes a package that is not installed."""
+    import report_training
+
+    try:
+        report_training.write_report([plain(summary)], path)
+    except report_training.InputError as error:
+        raise InputError(str(error)) from None
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options, checked as far as that is possible without opening a file of results."""
 
     def number(text):
         value = float(text)
@@ -948,41 +971,44 @@ def main() -> int:
     option("--json", type=Path, help="write everything that was found to this file")
     option("--report", type=Path, help="write a page that shows it (takes report_training.py)")
     args = parser.parse_args()
-    tolerance = Tolerance(args.rtol, args.atol, args.norm_eps)
-    show = sys.stderr.isatty()
+    if args.world_size < 1:
+        raise InputError(f"--world-size is {args.world_size}; nothing to compare, use at least 1")
+    others = [path for path in (args.reference_dir, args.oracle_dir) if path]
+    if args.actual_dir.resolve() in [path.resolve() for path in others]:
+        raise InputError(f"{args.actual_dir} would be compared with itself; give two runs")
+    if args.oracle_dir and not args.reference_dir:
+        raise InputError("--oracle-dir is shown beside a reference; give it as --reference-dir instead")
+    for name, path, suffix in (("--json", args.json, ".json"), ("--report", args.report, ".html")):
+        if path and (path.suffix != suffix or not path.parent.is_dir()):
+            raise InputError(f"{name} {path}: give a name ending in {suffix} in an existing directory")
+    if args.report and not find_spec("report_training"):
+        raise InputError("--report takes report_training.py, which is not beside this script")
+    return args
+
+
+def main() -> int:
+    """Compare as the command line says; return the exit status."""
     try:
-        if args.world_size < 1:
-            raise InputError(f"--world-size is {args.world_size}; nothing to compare, use at least 1")
-        others = [path for path in (args.reference_dir, args.oracle_dir) if path]
-        if args.actual_dir.resolve() in [path.resolve() for path in others]:
-            raise InputError(f"{args.actual_dir} would be compared with itself; give two runs")
-        if args.oracle_dir and not args.reference_dir:
-            raise InputError("--oracle-dir is shown beside a reference; give it as --reference-dir instead")
-        for option_name, path, suffix in (("--json", args.json, ".json"), ("--report", args.report, ".html")):
-            if path and (path.suffix != suffix or not path.parent.is_dir()):
-                raise InputError(
-                    f"{option_name} {path}: give a name ending in {suffix} in an existing directory"
-                )
-            if path:
-                path.unlink(missing_ok=True)  # what an earlier comparison left would be taken for this one's
+        args = parse_arguments()
+        for path in filter(None, (args.json, args.report)):
+            path.unlink(missing_ok=True)  # what an earlier comparison left would be taken for this one's
         actual = Run(args.actual_dir, args.world_size)
         reference = args.reference_dir and Run(args.reference_dir, args.world_size, may_be_whole=True)
         oracle = args.oracle_dir and Run(args.oracle_dir, 1, may_be_whole=True)
         for run in filter(None, (reference, oracle)):
             check_same_job(run, actual)
         runs = {"reference": reference, "actual": actual, "oracle": oracle}
-        verdict = compare_runs(
-            reference,
-            actual,
-            oracle,
-            tolerance,
-            lambda text: show and print(f"\r{text:40}\r", end="", file=sys.stderr),
-        )
+        tolerance = Tolerance(args.rtol, args.atol, args.norm_eps)
+        verdict = compare_runs(reference, actual, oracle, tolerance, show_progress)
         cause = find_cause(verdict, reference, actual) if verdict.findings else None
+        summary = summarize(verdict, runs, tolerance, cause)
+        if args.json:
+            write_json(summary, args.json)
+        if args.report:
+            write_report(summary, args.report)
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    summary = summarize(verdict, runs, tolerance, cause)
 
     for title, run in runs.items():
         if run:
@@ -1002,16 +1028,6 @@ def main() -> int:
         print_first(summary)
     elif all(run.label in ("cpu", "oracle") for run in runs.values() if run):
         print("No accelerator was checked: this was computed on a CPU.")
-    try:
-        if args.json:
-            write_json(summary, args.json)
-        if args.report:
-            import report_training
-
-            report_training.write_report([plain(summary)], args.report)
-    except (OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     what = "comparison" if reference else "invariants"
     print(f"{summary['verdict']} {what} ranks={args.world_size} steps={summary['steps']}")
     return 1 if verdict.findings else 0

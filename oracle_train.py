@@ -128,10 +128,6 @@ def main() -> None:
         mode="oracle",
         rank=0,
         world_size=1,
-        dp_degree=1,
-        dp_rank=0,
-        tp_degree=1,
-        tp_rank=0,
     )
 
 

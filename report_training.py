@@ -341,6 +341,7 @@ PAGE = """\
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="report_training.py">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Training parity: {{ count }}</title>
 <style>

@@ -368,16 +368,17 @@ def save_results(
     mode: str,
     rank: int,
     world_size: int,
-    dp_degree: int,
-    dp_rank: int,
-    tp_degree: int,
-    tp_rank: int,
+    dp_degree: int | None = None,
+    dp_rank: int | None = None,
+    tp_degree: int = 1,
+    tp_rank: int = 0,
     global_batch_size: int = GLOBAL_BATCH_SIZE,
     learning_rate: float = LEARNING_RATE,
     optimizer: str = "SGD",
 ) -> None:
     """Write this rank's records to <output-dir>/rank-<rank>.pt: plain CPU tensors and metadata.
 
+    Without degrees and ranks of a mesh, every rank is a data-parallel replica.
     optimizer "SGD" states that an update is -learning_rate times the gradient, which the comparison
     then checks. Name any other optimizer, or SGD with momentum or weight decay, differently.
     The file loads with torch.load(path, weights_only=True). Each is written under a temporary name
@@ -389,8 +390,8 @@ def save_results(
         "mode": mode,
         "rank": rank,
         "world_size": world_size,
-        "dp_degree": dp_degree,
-        "dp_rank": dp_rank,
+        "dp_degree": world_size if dp_degree is None else dp_degree,
+        "dp_rank": rank if dp_rank is None else dp_rank,
         "tp_degree": tp_degree,
         "tp_rank": tp_rank,
         "seed": args.seed,

@@ -1,12 +1,14 @@
 """Real runs that many tests look at: each mode once, at four ranks, started by launch.py."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -50,6 +52,26 @@ def cpu_options(ranks: int, output: Path, steps: int = STEPS) -> list[str]:
     return options.split()
 
 
+def copy_run(source, target):
+    """Copy a run and make the copy pass for one of its own."""
+    shutil.copytree(source, target)
+    edit(target, 0, lambda content: content["metadata"].update(saved_at=1.0))
+
+
+def edit(directory, rank, change):
+    """Load a rank file, let change(content) alter it, write it back."""
+    path = directory / f"rank-{rank}.pt"
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
+def edit_all(directory, change):
+    """Change all rank files alike."""
+    for rank in range(RANKS):
+        edit(directory, rank, change)
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     """A function that makes a mode's run when it is first asked for: .directory, .stdout, .imported."""
@@ -75,5 +97,23 @@ def runs(tmp_path_factory):
             stdout = [path.read_text() for path in logs.rglob("stdout.log")]
             made[mode] = SimpleNamespace(directory=directory, stdout=stdout, imported=imported)
         return made[mode]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory):
+    """A function that returns the folder of a model's oracle, made by the script when first asked for."""
+    made = {}
+
+    def make(model):
+        if model not in made:
+            folder = tmp_path_factory.mktemp("oracle") / model
+            options = ["--model", model, "--steps", STEPS, "--output-dir", folder]
+            done = run(sys.executable, "-O", ROOT / "oracle_train.py", *options)
+            assert done.status == 0, done.err
+            assert done.out.startswith("step=1/3 loss=0.75")
+            made[model] = folder
+        return made[model]
 
     return make

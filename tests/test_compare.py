@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import RANKS, ROOT, SCRIPTS, STEPS, run
+from conftest import RANKS, ROOT, SCRIPTS, STEPS, copy_run, edit, edit_all, run
 
 import compare_training
 
@@ -19,25 +19,6 @@ def pair(runs, tmp_path):
     """The directory of a DDP run and a copy of it."""
     copy_run(runs("ddp").directory, tmp_path / "actual")
     return runs("ddp").directory, tmp_path / "actual"
-
-
-def copy_run(source, target):
-    """Copy a run and make the copy pass for one of its own."""
-    shutil.copytree(source, target)
-    edit(target, 0, lambda content: content["metadata"].update(saved_at=1.0))
-
-
-def edit(directory, rank, change):
-    """Load a rank file, let change(content) alter it, write it back."""
-    path = directory / f"rank-{rank}.pt"
-    content = torch.load(path, weights_only=True)
-    change(content)
-    torch.save(content, path)
-
-
-def edit_all(directory, change):
-    for rank in range(RANKS):
-        edit(directory, rank, change)
 
 
 def compare(monkeypatch, capsys, pair, *options, ranks=RANKS):

@@ -1,0 +1,68 @@
+"""Any model's records: a bfloat16 language model with tied, frozen and normalised layers."""
+
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, cpu_options, launch, run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A function that trains tests/other_model.py on some ranks, with a mistake or without."""
+    made = {}
+
+    def train(ranks, mistake=""):
+        if (ranks, mistake) not in made:
+            folder = tmp_path_factory.mktemp("other")
+            script = ROOT / "tests" / "other_model.py"
+            options = cpu_options(ranks, folder / "results")
+            done = launch(ranks, folder, script, *options, MISTAKE=mistake, PYTHONPATH=str(ROOT))
+            logs = "".join(path.read_text() for path in folder.rglob("stderr.log"))
+            assert done.status == 0, done.err + logs
+            made[ranks, mistake] = folder / "results"
+        return made[ranks, mistake]
+
+    return train
+
+
+def compare(actual, *options):
+    command = [sys.executable, ROOT / "compare_training.py", "--actual-dir", actual, "--world-size", 2]
+    return run(*command, *options)
+
+
+def test_two_ranks_agree_with_one(trained):
+    done = compare(trained(2), "--reference-dir", trained(1))
+    assert done.status == 0, done.out + done.err
+    assert "invariants of the actual run: 7 of 7 hold" in done.out
+    rows = dict(re.findall(r"^(\w+) +\d+ +0 +([\d.]+) eps", done.out, re.MULTILINE))
+    assert 0.01 < float(rows["gradients"]) < 8  # in eps of bfloat16
+    assert done.out.endswith("PASS comparison ranks=2 steps=3\n")
+
+
+def test_frozen_parameters_are_recorded_without_gradients(trained):
+    content = torch.load(trained(2) / "rank-0.pt", weights_only=True)
+    record = content["records"][2]
+    assert {"frozen.weight", "embedding.weight", "norm.bias"} <= record["parameters"].keys()
+    assert "head.weight" not in record["parameters"]  # it is the embedding's
+    assert not any(name.startswith("frozen") for name in record["gradients"])
+    assert record["gradients"].keys() == record["deltas"].keys()
+    assert torch.equal(
+        record["parameters"]["frozen.weight"], content["records"][0]["initial"]["frozen.weight"]
+    )
+    assert record["parameters"]["norm.weight"].dtype == torch.bfloat16
+
+
+def test_summed_gradients_are_named(trained):
+    done = compare(trained(2, "summed"), "--reference-dir", trained(1))
+    assert done.status == 1
+    assert "gradients of every rank are 2.00x the reference: summed over the 2 data-parallel" in done.out
+    assert re.search(r"First in causal order: ranks 0-1, step 1, gradients hidden\.bias", done.out)
+
+
+def test_parameter_left_out_of_the_optimizer_is_named_without_a_reference(trained):
+    done = compare(trained(2, "norm"))
+    assert done.status == 1
+    assert "norm.weight, norm.bias of every rank do not change in any of 3 steps" in done.out
+    assert "not updated by the optimizer" in done.out

@@ -1,0 +1,179 @@
+"""What must hold in any run, checked without a reference: clean runs pass, each broken rule is told."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import RANKS, SCRIPTS, STEPS, edit, edit_all
+
+import compare_training
+
+
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """Run the comparison on one directory in this process; return exit status, stdout and stderr."""
+
+    def call(directory, *options):
+        arguments = ["--actual-dir", directory, "--world-size", RANKS, *options]
+        monkeypatch.setattr(sys, "argv", ["compare_training.py", *map(str, arguments)])
+        status = compare_training.main()
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def copy(runs, tmp_path):
+    """A function that returns a copy of a mode's run."""
+    return lambda mode: shutil.copytree(runs(mode).directory, tmp_path / mode)
+
+
+@pytest.mark.parametrize("mode", SCRIPTS)
+def test_clean_run_passes_in_every_mode(runs, check, mode):
+    status, out, err = check(runs(mode).directory)
+    assert (status, err) == (0, "")
+    assert all(f"rank={rank} invariants=held" in out for rank in range(RANKS))
+    assert "invariants of the actual run: 7 of 7 hold" in out
+    assert out.endswith(f"PASS invariants ranks={RANKS} steps={STEPS}\n")
+
+
+def gradient(step, name, change):
+    def edit(content):
+        tensor = content["records"][step]["gradients"][name]
+        tensor.copy_(change(tensor))
+
+    return edit
+
+
+def record(step, **values):
+    return lambda content: content["records"][step].update(values)
+
+
+def double_rate(content):
+    content["metadata"]["learning_rate"] = 0.02
+
+
+def zero(kind, name):
+    def edit(content):
+        for item in content["records"]:
+            item[kind][name].zero_()
+
+    return edit
+
+
+def shift(content):
+    content["records"][1]["parameters"]["0.weight"] += 1e-3
+
+
+@pytest.mark.parametrize(
+    ("mode", "rank", "change", "broken", "words"),
+    [
+        (
+            "ddp",
+            2,
+            gradient(1, "2.bias", lambda g: g + torch.nan),
+            "finite",
+            "rank 2, step 2, gradients 2.bias[0]",
+        ),
+        ("ddp", None, zero("gradients", "2.bias"), "nonzero", "gradients 2.bias: all zero at every step"),
+        (
+            "fsdp",
+            1,
+            gradient(0, "0.weight", lambda g: 1.001 * g),
+            "ranks agree",
+            "rank 1, step 1, gradients 0.weight",
+        ),
+        ("ddp", None, record(0, output=torch.ones(128, 128)), "outputs", "ranks 1-3, step 1, outputs output"),
+        ("tp", 3, record(2, output=torch.ones(512, 128)), "outputs", "rank 3, step 3, outputs output["),
+        (
+            "ddp",
+            1,
+            record(1, loss=0.75),
+            "loss",
+            "rank 1, step 2, losses global loss: it is 0.75, the mean of",
+        ),
+        ("tp", None, shift, "update", "ranks 0-3, step 2, deltas 0.weight"),
+        ("simplefsdp_tp", None, double_rate, "sgd", "ranks 0-3, step 1, deltas 0.weight"),
+    ],
+)
+def test_broken_invariant_is_told(copy, check, mode, rank, change, broken, words):
+    directory = copy(mode)
+    if rank is None:
+        edit_all(directory, change)
+    else:
+        edit(directory, rank, change)
+    status, out, _ = check(directory)
+    assert status == 1
+    assert f"Broken invariant: {broken} (actual run)" in out
+    assert words in out
+    assert f": {broken}: {compare_training.INVARIANTS[broken]}" in out
+    assert out.endswith(f"FAIL invariants ranks={RANKS} steps={STEPS}\n")
+
+
+def test_other_optimizer_is_not_held_to_sgd(copy, check):
+    directory = copy("ddp")
+    edit_all(directory, lambda content: content["metadata"].update(learning_rate=0.02, optimizer="AdamW"))
+    assert check(directory)[0] == 0
+
+
+def test_gradient_that_one_rank_lacks(copy, check):
+    directory = copy("ddp")
+
+    def drop(content):
+        for item in content["records"]:
+            del item["gradients"]["0.bias"], item["deltas"]["0.bias"]
+
+    edit(directory, 1, drop)
+    status, out, _ = check(directory)
+    assert status == 1
+    assert "rank 1, step 1, gradients 0.bias: rank 0 has it, this rank has not" in out
+
+
+def test_both_runs_are_checked_beside_the_comparison(runs, copy, check):
+    # The fault is in both: a comparison of the two finds no difference.
+    one, two = copy("ddp"), None
+    edit_all(one, zero("gradients", "2.bias"))
+    two = shutil.copytree(one, one.parent / "again")
+    edit(two, 0, lambda content: content["metadata"].update(saved_at=1.0))
+    status, out, _ = check(two, "--reference-dir", one)
+    assert status == 1
+    assert "0 of 184 tensors failed" in out
+    assert "invariants of the reference run: 5 of 7 hold" in out
+    assert "Broken invariant: nonzero (actual run)" in out
+
+
+def test_json_holds_what_was_found(runs, copy, check, tmp_path):
+    directory = copy("ddp")
+    edit(directory, 2, gradient(1, "2.bias", lambda g: g + torch.nan))
+    status, _, _ = check(directory, "--reference-dir", runs("ddp").directory, "--json", tmp_path / "c.json")
+    assert status == 2  # the same saved_at: a copy of the reference
+    assert not (tmp_path / "c.json").exists()
+    edit(directory, 0, lambda content: content["metadata"].update(saved_at=1.0))
+    status, _, _ = check(directory, "--reference-dir", runs("ddp").directory, "--json", tmp_path / "c.json")
+    assert status == 1
+    found = json.loads((tmp_path / "c.json").read_text(), parse_constant=pytest.fail)
+    assert found["schema"] == "parity-comparison-1" and found["verdict"] == "FAIL"
+    assert (found["world_size"], found["steps"], found["failed_ranks"]) == (RANKS, STEPS, [2])
+    assert found["first"]["kind"] == "gradients" and found["first"]["name"] == "2.bias"
+    assert (found["first"]["step"], found["first"]["ranks"]) == (2, [2])
+    assert "not finite" in found["cause"]
+    assert len(found["scores"]) == RANKS and all(len(row) == STEPS + 1 for row in found["scores"])
+    assert found["scores"][2][2] is None and found["scores"][1] == [0.0] * (STEPS + 1)
+    row = next(row for row in found["tensors"] if (row["kind"], row["name"]) == ("gradients", "2.bias"))
+    assert (row["compared"], row["mismatched"], row["worst_rank"], row["worst_step"]) == (12, 1, 2, 2)
+
+
+def test_names_for_output_files_are_checked_before_anything_is_removed(runs, check, tmp_path):
+    victim = shutil.copy(runs("ddp").directory / "rank-0.pt", tmp_path)
+    for option, path, words in (
+        ("--json", victim, "a name ending in .json"),
+        ("--report", tmp_path / "x.json", "a name ending in .html"),
+        ("--json", tmp_path / "none" / "x.json", "in an existing directory"),
+    ):
+        status, _, err = check(runs("ddp").directory, option, path)
+        assert status == 2
+        assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert (tmp_path / "rank-0.pt").exists()
