@@ -105,6 +105,8 @@ endef
 # $(call oracle_dir,MODE): the bias-free model has an oracle of its own.
 oracle_dir = $(RESULTS)/oracle-$(if $(filter simplefsdp-tp,$(1)),simplefsdp,eager)
 
+.SECONDEXPANSION:
+
 # $(call compare,NAME,REFERENCE,ACTUAL,MORE OPTIONS)
 define compare
 @echo "== $(1): $(3) with $(2)"
@@ -114,7 +116,7 @@ compare_cpu = $(call compare,compare-cpu-$(1),$(call oracle_dir,$(1)),$(RESULTS)
 compare_device = $(call compare,compare-$(1),$(RESULTS)/cpu-$(1),$(RESULTS)/$(1),--oracle-dir "$(call oracle_dir,$(1))")
 
 ifeq ($(DEVICE),cpu)
-$(MODES): %: oracle cpu-%
+$(MODES): %: $$(call oracle_dir,$$*)/rank-0.pt cpu-%
 	@echo "== $@: no device run was made: DEVICE is cpu"
 	$(call compare_cpu,$*)
 
@@ -158,10 +160,10 @@ $(RESULTS)/.settings-oracle: FORCE | $(ENVIRONMENT)
 $(MODES:%=device-%): device-%: | $(ENVIRONMENT)
 	$(call run,$*,$(DEVICE),$(BACKEND),$(call script,$*,$(COMPILE_BACKEND)))
 
-$(MODES:%=compare-cpu-%): compare-cpu-%: oracle cpu-%
+$(MODES:%=compare-cpu-%): compare-cpu-%: $$(call oracle_dir,$$*)/rank-0.pt cpu-%
 	$(call compare_cpu,$*)
 
-$(MODES:%=compare-%): compare-%: oracle | $(ENVIRONMENT)
+$(MODES:%=compare-%): compare-%: $$(call oracle_dir,$$*)/rank-0.pt | $(ENVIRONMENT)
 	$(call compare_device,$*)
 
 report: | $(REPORT_ENVIRONMENT)
@@ -186,7 +188,7 @@ report: | $(REPORT_ENVIRONMENT)
 
 test: | $(DEV_ENVIRONMENT)
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || { echo "error: $(PYTHON) has no pytest: pip install -r requirements-dev.txt" >&2; exit 2; }
-	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs
+	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs -n 2 --dist loadfile
 
 silent-bugs: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/silent_bugs

@@ -436,6 +436,7 @@ class RunChecks:
         self.outputs: dict[int, list[torch.Tensor]] = {}  # by replica, of its first rank, for each step
         self.losses: list[tuple[int, list[tuple[float, float]]]] = []  # by rank: replica, (global, own)
         self.nonzero: dict[Key, bool] = {}
+        self.broken_updates: dict[tuple[int, str], dict[str, str]] = {}  # of rank 0, by step and name
         self.eps = 0.0
 
     def fail(self, step: int, key: Key, rank: int, check: str, message: str) -> None:
@@ -516,23 +517,33 @@ class RunChecks:
         self.nonzero[key] = self.nonzero.get(key, False) or bool(tensor.any())
 
     def _check_updates(self, step: int, rank: int, steps: Steps, fresh: list[set[Key]]) -> None:
-        for kind, name in steps[step]:
+        for name in [name for kind, name in steps[step] if kind == "deltas"]:
             keys = [("parameters", name), ("deltas", name), ("gradients", name)]
-            if kind != "deltas" or not (fresh[step] & set(keys) or keys[0] in fresh[step - 1]):
-                continue
-            before = steps[step - 1][keys[0]]
-            after, delta, gradient = (steps[step][key] for key in keys)
-            if not all(torch.isfinite(tensor).all() for tensor in (before, after, delta, gradient)):
-                continue
-            checks = {"update": after.double() - before.double()}
-            if self.metadata["optimizer"] == "SGD":
-                checks["sgd"] = -self.metadata["learning_rate"] * gradient.double()
-            for check, expected in checks.items():
-                self.checked[check] += 1
-                result = compare_tensor(delta, expected, eps=self.eps, parameter=after, any_type=True)
-                if not result.passed:
-                    message = result.message.replace("reference", "expected", 1)
-                    self.fail(step, ("deltas", name), rank, check, message)
+            if not (fresh[step] & set(keys) or keys[0] in fresh[step - 1]):
+                # Bitwise what rank 0 has: right or wrong alike.
+                broken = self.broken_updates.get((step, name), {})
+            else:
+                broken = self._broken_update(steps[step - 1][keys[0]], *(steps[step][key] for key in keys))
+                if rank == 0:
+                    self.broken_updates[step, name] = broken
+            for check, message in broken.items():
+                self.fail(step, ("deltas", name), rank, check, message)
+
+    def _broken_update(
+        self, before: torch.Tensor, after: torch.Tensor, delta: torch.Tensor, gradient: torch.Tensor
+    ) -> dict[str, str]:
+        if not all(torch.isfinite(tensor).all() for tensor in (before, after, delta, gradient)):
+            return {}
+        checks = {"update": after.double() - before.double()}
+        if self.metadata["optimizer"] == "SGD":
+            checks["sgd"] = -self.metadata["learning_rate"] * gradient.double()
+        broken = {}
+        for check, expected in checks.items():
+            self.checked[check] += 1
+            result = compare_tensor(delta, expected, eps=self.eps, parameter=after, any_type=True)
+            if not result.passed:
+                broken[check] = result.message.replace("reference", "expected", 1)
+        return broken
 
     def finish(self) -> list[Finding]:
         """Check what takes all ranks, and return everything found."""
@@ -553,9 +564,10 @@ class RunChecks:
                     self.fail(step, key, rank, "loss", message)
         for key, nonzero in self.nonzero.items():
             self.checked["nonzero"] += 1
-            if not nonzero:
-                step = next((step for step, tensors in enumerate(self.first) if key in tensors), 1)
-                self.fail(step, key, 0, "nonzero", ": all zero at every step, nothing is compared")
+            frozen = key[0] == "parameters" and ("gradients", key[1]) not in self.first[1]
+            if not nonzero and not frozen:
+                for rank in range(len(self.losses)):
+                    self.fail(1, key, rank, "nonzero", ": all zero at every step, nothing is compared")
         for step, tensors in enumerate(self.first[1:], start=1):
             gradients = {key: tensor for key, tensor in tensors.items() if key[0] == "gradients"}
             if not any(tensor.any() for tensor in gradients.values()):

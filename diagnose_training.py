@@ -62,6 +62,10 @@ class Scene(NamedTuple):
         rest = max(0.0, (actual - predicted).norm().item() - rounding)
         return rest / difference if difference else float("inf")
 
+    def same(self, s: float, known: float) -> bool:
+        """Say whether a measured factor is a known one, but for rounding."""
+        return abs(s - known) <= max(SAME_FACTOR, 2 * self.eps()) * abs(known)
+
     def degrees(self) -> list[int]:
         """Return the sizes of the mesh's dimensions and of the mesh, those above 1."""
         first = self.metadata[0]
@@ -187,9 +191,9 @@ def meaning(s: float, scene: Scene, rank: int) -> str | None:
             (output.numel(), f"summed over the {output.numel()} elements of the output instead of averaged"),
             (len(output) if output.dim() else 1, "summed over the samples instead of averaged"),
         ]
-    texts = [text for value, text in known if value != 1 and abs(s / value - 1) <= SAME_FACTOR]
+    texts = [text for value, text in known if value != 1 and scene.same(s, value)]
     power = torch.tensor(abs(s)).log2().round().item()
-    if not texts and s > 0 and power >= 4 and abs(s / 2**power - 1) <= SAME_FACTOR:
+    if not texts and s > 0 and power >= 4 and scene.same(s, 2**power):
         texts = [f"a loss scale of {2**power:.0f} that was not removed"]
     return ", or ".join(dict.fromkeys(texts)) or None
 
@@ -223,7 +227,7 @@ def scaled(scene: Scene) -> Iterator[str]:
     rank, s = scene.ranks[0], factors[0]
     if scene.a(rank).numel() == 1 and not meaning(s, scene, rank):
         return  # any number is a multiple of another
-    if max(abs(f - s) for f in factors) > SAME_FACTOR * abs(s):
+    if not all(scene.same(f, s) for f in factors):
         low, high = min(factors), max(factors)
         yield (
             f"{scene.kind} {scene.name} is the reference times a factor that each rank has for itself, "
@@ -234,7 +238,7 @@ def scaled(scene: Scene) -> Iterator[str]:
     others = []
     for name in names:
         a, r = scene.a(rank, name=name), scene.r(rank, name=name)
-        alike = a is not None and r is not None and abs(factor(a, r) - s) <= SAME_FACTOR * abs(s)
+        alike = a is not None and r is not None and scene.same(factor(a, r), s)
         others.append(alike and scene.left(a, s * r, r) <= LEFT)
     what = scene.kind if all(others) else f"{scene.kind} {scene.name}"
     text = f"{what} of {who(scene)} are {s:.2f}x the reference"

@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -103,17 +105,42 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory):
-    """A function that returns the folder of a model's oracle, made by the script when first asked for."""
+    """A function that returns the folder of a model's oracle, made when first asked for."""
     made = {}
 
-    def make(model):
+    def make(model: str) -> Path:
         if model not in made:
-            folder = tmp_path_factory.mktemp("oracle") / model
-            options = ["--model", model, "--steps", STEPS, "--output-dir", folder]
-            done = run(sys.executable, "-O", ROOT / "oracle_train.py", *options)
-            assert done.status == 0, done.err
-            assert done.out.startswith("step=1/3 loss=0.75")
-            made[model] = folder
+            import oracle_train
+
+            made[model] = tmp_path_factory.mktemp("oracle") / model
+            arguments = ["--model", model, "--steps", STEPS, "--output-dir", made[model]]
+            with mock.patch.object(sys, "argv", ["oracle_train.py", *map(str, arguments)]):
+                oracle_train.main()
         return made[model]
 
     return make
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Call a script's main in this process with a command line: exit status, stdout and stderr."""
+
+    def run_main(main, *arguments) -> SimpleNamespace:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, arguments)])
+        try:
+            status = main()
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return SimpleNamespace(status=status or 0, out=out, err=err)
+
+    return run_main
+
+
+@pytest.fixture
+def compare(call):
+    """Call compare_training.py in this process."""
+    import compare_training
+
+    return partial(call, compare_training.main)

@@ -6,6 +6,7 @@ Faults are planted in a copy of a real four-rank run: one thing is altered at a 
 import pickle
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -21,27 +22,26 @@ def pair(runs, tmp_path):
     return runs("ddp").directory, tmp_path / "actual"
 
 
-def compare(monkeypatch, capsys, pair, *options, ranks=RANKS):
-    """Run the comparison in this process; return its exit status, stdout and stderr."""
-    arguments = ["--reference-dir", pair[0], "--actual-dir", pair[1], "--world-size", ranks, *options]
-    monkeypatch.setattr(sys, "argv", ["compare_training.py", *map(str, arguments)])
-    try:
-        status = compare_training.main()
-    except SystemExit as stop:
-        status = stop.code
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+@pytest.fixture
+def compare_pair(compare):
+    """Compare two directories: exit status, stdout, stderr."""
+
+    def run_main(pair, *options, ranks=RANKS):
+        done = compare("--reference-dir", pair[0], "--actual-dir", pair[1], "--world-size", ranks, *options)
+        return done.status, done.out, done.err
+
+    return run_main
 
 
 @pytest.fixture
-def verdict(monkeypatch, capsys, pair):
-    return lambda *options, **settings: compare(monkeypatch, capsys, pair, *options, **settings)
+def verdict(compare_pair, pair):
+    return partial(compare_pair, pair)
 
 
 @pytest.mark.parametrize("mode", SCRIPTS)
-def test_clean_pair_passes_in_every_mode(runs, tmp_path, monkeypatch, capsys, mode):
+def test_clean_pair_passes_in_every_mode(runs, tmp_path, compare_pair, mode):
     copy_run(runs(mode).directory, tmp_path / "actual")
-    status, out, err = compare(monkeypatch, capsys, (runs(mode).directory, tmp_path / "actual"))
+    status, out, err = compare_pair((runs(mode).directory, tmp_path / "actual"))
     assert (status, err) == (0, "")
     for rank in range(RANKS):
         assert f"rank={rank} parity=passed" in out
@@ -135,7 +135,7 @@ def test_loss_off_by_a_thousandth(pair, verdict):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("both", [True, False])
-def test_what_is_not_finite_never_passes(runs, tmp_path, monkeypatch, capsys, value, both):
+def test_what_is_not_finite_never_passes(runs, tmp_path, compare_pair, value, both):
     directories = tmp_path / "reference", tmp_path / "actual"
 
     def change(content):
@@ -145,13 +145,13 @@ def test_what_is_not_finite_never_passes(runs, tmp_path, monkeypatch, capsys, va
     copy_run(runs("ddp").directory, directories[1])
     for directory in directories if both else directories[1:]:
         edit(directory, 1, change)
-    status, out, _ = compare(monkeypatch, capsys, directories)
+    status, out, _ = compare_pair(directories)
     assert status == 1
     assert "rank 1, step 1, gradients 0.bias[5]: reference" in out
     assert f"not finite in the {'reference' if both else 'actual'} run" in out
 
 
-def test_all_zeros_in_both_runs_is_no_agreement(runs, tmp_path, monkeypatch, capsys):
+def test_all_zeros_in_both_runs_is_no_agreement(runs, tmp_path, compare_pair):
     def change(content):
         for record in content["records"]:
             for kind in ("gradients", "parameters", "deltas"):
@@ -165,7 +165,7 @@ def test_all_zeros_in_both_runs_is_no_agreement(runs, tmp_path, monkeypatch, cap
     copy_run(runs("ddp").directory, directories[1])
     for directory in directories:
         edit_all(directory, change)
-    status, out, _ = compare(monkeypatch, capsys, directories)
+    status, out, _ = compare_pair(directories)
     assert status == 1
     assert "ranks 0-3, step 1, outputs output: all zero at every step, nothing is compared" in out
     assert "Broken invariant: nonzero (actual run)" in out
@@ -280,9 +280,6 @@ def test_other_names_shapes_and_types(pair, verdict):
         for kind in ("gradients", "parameters", "deltas"):
             record[kind]["0.weight"] = record[kind]["0.weight"].reshape(-1)
 
-    def convert(content):
-        content["records"][1]["output"] = content["records"][1]["output"].double()
-
     for change, words in (
         (reshape, ("0.weight is (256, 128) torch.float32", "(32768,)")),
         (convert, ("step 2: outputs output is (128, 128) torch.float32 in", "torch.float64 in")),
@@ -293,6 +290,16 @@ def test_other_names_shapes_and_types(pair, verdict):
         shutil.copy(pair[0] / "rank-1.pt", pair[1])
     edit_all(pair[1], rename)
     invalid(verdict, "parameter 2.bias is in only one of the reference and rank 0 of the actual run")
+
+
+def test_output_of_another_type_is_a_mismatch(pair, verdict):
+    def convert(content):
+        content["records"][1]["output"] = content["records"][1]["output"].bfloat16()
+
+    edit_all(pair[1], convert)
+    status, out, _ = verdict()
+    assert status == 1
+    assert "ranks 0-3, step 2, outputs output: its type is bfloat16, expected float32" in out
 
 
 def test_output_of_another_shape_is_a_mismatch(pair, verdict):
@@ -383,16 +390,16 @@ def test_delta_may_differ_by_the_rounding_of_its_parameter_and_no_more():
     assert not compare_training.compare_tensor(*integers, parameter=torch.tensor([5, 6])).passed
 
 
-def test_a_run_is_not_compared_with_itself(runs, monkeypatch, capsys):
+def test_a_run_is_not_compared_with_itself(runs, compare_pair):
     directory = runs("ddp").directory
-    status, _, err = compare(monkeypatch, capsys, (directory, directory / ".." / directory.name))
+    status, _, err = compare_pair((directory, directory / ".." / directory.name))
     assert status == 2
     assert "would be compared with itself" in err
 
 
-def test_a_run_is_not_compared_with_its_copy(runs, tmp_path, monkeypatch, capsys):
+def test_a_run_is_not_compared_with_its_copy(runs, tmp_path, compare_pair):
     shutil.copytree(runs("ddp").directory, tmp_path / "copy")
-    status, _, err = compare(monkeypatch, capsys, (runs("ddp").directory, tmp_path / "copy"))
+    status, _, err = compare_pair((runs("ddp").directory, tmp_path / "copy"))
     assert status == 2
     assert "hold the same run, one is a copy" in err
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -12,17 +11,14 @@ import compare_training
 
 
 @pytest.fixture
-def check(monkeypatch, capsys):
-    """Run the comparison on one directory in this process; return exit status, stdout and stderr."""
+def check(compare):
+    """Check one directory: exit status, stdout, stderr."""
 
-    def call(directory, *options):
-        arguments = ["--actual-dir", directory, "--world-size", RANKS, *options]
-        monkeypatch.setattr(sys, "argv", ["compare_training.py", *map(str, arguments)])
-        status = compare_training.main()
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+    def run_main(directory, *options):
+        done = compare("--actual-dir", directory, "--world-size", RANKS, *options)
+        return done.status, done.out, done.err
 
-    return call
+    return run_main
 
 
 @pytest.fixture

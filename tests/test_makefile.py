@@ -34,17 +34,30 @@ def completed(done):
 def test_a_modes_chain_and_what_is_not_run_again(make):
     done = make("ddp")
     assert done.status == 0, done.out + done.err
-    assert completed(done) == ["cpu-ddp", "ddp"]
-    assert done.out.endswith("PASS comparison ranks=2 steps=2\n")
+    assert "== oracle-eager: 2 steps in float64" in done.out and "oracle-simplefsdp" not in done.out
+    assert completed(done) == ["cpu-ddp"]
+    assert "== ddp: no device run was made: DEVICE is cpu" in done.out
+    assert "== compare-cpu-ddp: results/cpu-ddp with results/oracle-eager" in done.out
     assert "No accelerator was checked" in done.out
-    assert done.out.count("step=1/2 training=completed") == 2  # rank 0's, of each run
+    assert done.out.endswith("PASS comparison ranks=2 steps=2\n")
+    assert done.out.count("step=1/2 training=completed") == 1  # rank 0's
     assert "PASS rank=1" not in done.out
-    logs = [path.read_text() for path in make.directory.glob("results/logs/ddp/*/attempt_0/1/stdout.log")]
+    logs = [path.read_text() for path in make.directory.glob("results/logs/cpu-ddp/*/attempt_0/1/stdout.log")]
     assert len(logs) == 1 and "PASS rank=1 mode=ddp world_size=2" in logs[0]
+
+    # What a device would take the place of: a second run, both held against the oracle, too.
+    done = make("device-ddp", "compare-ddp", "report")
+    assert done.status == 0, done.out + done.err
+    assert completed(done) == ["ddp"] and "oracle-eager:" not in done.out
+    assert re.search(r"against the oracle +cpu \(reference\) +cpu \(actual\) +ratio\n", done.out)
+    assert re.search(r"gradients +[\d.]+ eps +[\d.]+ eps +1\.00\n", done.out)
+    assert "PASS comparison ranks=2 steps=2\n" in done.out
+    page = (make.directory / "results" / "report.html").read_text()
+    assert "compare-ddp" in page or page.count("<section") >= 2
 
     mismatch = make("compare-ddp", "RANKS=1")
     assert mismatch.status != 0
-    assert "error: results/cpu-ddp holds rank-1.pt, too many for --world-size 1" in mismatch.err
+    assert "error: results/ddp holds rank-1.pt, too many for --world-size 1" in mismatch.err
 
     # From here on a launcher that only says what it would start: is the reference made again?
     def launches(*settings):
@@ -108,11 +121,32 @@ def test_help_lists_every_target(make):
             "cpu-<mode>",
             "device-<mode>",
             "compare-<mode>",
+            "compare-cpu-<mode>",
+            "oracle",
+            "report",
+            "silent-bugs",
             "test",
             "lint",
         ):
             assert f"make {target} " in done.out
         assert all(mode in done.out for mode in MODES)
+
+
+def test_report_without_a_comparison(make):
+    done = make("report")
+    assert done.status == 2
+    assert "error: results holds no comparison; run make ddp or another mode first" in done.err
+
+
+def test_with_a_device_there_are_three_witnesses(make):
+    done = make("-n", "ddp", "DEVICE=cuda")
+    steps = re.findall(r"== ([\w-]+): ", done.out)
+    order = [
+        step for step in steps if step in ("oracle-eager", "cpu-ddp", "compare-cpu-ddp", "ddp", "compare-ddp")
+    ]
+    assert list(dict.fromkeys(order)) == ["oracle-eager", "cpu-ddp", "compare-cpu-ddp", "ddp", "compare-ddp"]
+    assert "no device run was made" not in done.out
+    assert done.out.count("--oracle-dir") == 1
 
 
 @pytest.mark.parametrize(

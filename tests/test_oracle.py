@@ -1,15 +1,13 @@
 """The oracle: right by autograd, right by the anchors, and a reference for any number of ranks."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
-from conftest import RANKS, ROOT, SCRIPTS, STEPS, run
+from conftest import RANKS, SCRIPTS, STEPS
 from test_training import ANCHORS, MODEL
 
 import oracle_train
-from training_common import make_batch, make_model
+from training_common import make_batch, make_model, run_script
 
 
 @pytest.mark.parametrize("model", ANCHORS)
@@ -65,9 +63,9 @@ def test_slack_is_what_a_flipped_relu_changes():
 
 
 @pytest.mark.parametrize("mode", SCRIPTS)
-def test_every_mode_agrees_with_the_oracle(runs, oracle, mode):
+def test_every_mode_agrees_with_the_oracle(runs, oracle, compare, mode):
     arguments = ["--reference-dir", oracle(MODEL[mode]), "--actual-dir", runs(mode).directory]
-    done = run(sys.executable, ROOT / "compare_training.py", *arguments, "--world-size", RANKS)
+    done = compare(*arguments, "--world-size", RANKS)
     assert done.status == 0, done.out + done.err
     assert done.out.endswith(f"PASS comparison ranks={RANKS} steps={STEPS}\n")
     head = next(line for line in done.out.splitlines() if line.startswith("step"))
@@ -78,20 +76,20 @@ def test_every_mode_agrees_with_the_oracle(runs, oracle, mode):
         assert 0.1 < float(row[3]) < 5  # eps: rounding, neither none nor more
 
 
-def test_oracle_of_another_job_is_invalid_input(runs, oracle):
+def test_oracle_of_another_job_is_invalid_input(runs, oracle, compare):
     arguments = ["--reference-dir", oracle("simplefsdp"), "--actual-dir", runs("ddp").directory]
-    done = run(sys.executable, ROOT / "compare_training.py", *arguments, "--world-size", RANKS)
+    done = compare(*arguments, "--world-size", RANKS)
     assert done.status == 2
     assert "the runs differ in model: reference 'simplefsdp', actual 'eager'" in done.err
 
 
-def test_oracle_refuses_bad_input(tmp_path):
+def test_oracle_refuses_bad_input(tmp_path, call):
     (tmp_path / "notes.txt").write_text("mine")
     for options, words in (
         (["--model", "eager", "--steps", "0"], "must be at least 1"),
         (["--steps", "1"], "--model"),
         (["--model", "eager", "--output-dir", tmp_path], "holds notes.txt"),
     ):
-        done = run(sys.executable, ROOT / "oracle_train.py", *options, cwd=tmp_path)
+        done = call(lambda: run_script(oracle_train.main), *options)
         assert done.status == 2
         assert done.err.startswith("error: ") and done.err.count("\n") == 1 and words in done.err
