@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 
+from compare_training import Steps, ranges
+
 LEFT = 1e-3  # share of the difference that a named cause may leave unexplained, rounding apart
 LEFT_BY_OTHER_STEP = 0.1  # for another step's batch: parameters have moved since
 ROUNDING_EPS = 4.0  # norm-wise, between two right computations of one tensor
 SAME_FACTOR = 1e-3  # relative deviation up to which a measured factor is taken for a known one
-
-Steps = list[dict[tuple[str, str], torch.Tensor]]
 
 
 class Scene(NamedTuple):
@@ -133,17 +133,6 @@ def correlation(actual: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the correlation coefficient of the elements of two tensors."""
     a, r = actual.flatten() - actual.mean(), reference.flatten() - reference.mean()
     return (a.dot(r) / (a.norm() * r.norm()).clamp(min=1e-300)).item()
-
-
-def ranges(numbers: list[int]) -> str:
-    """Return sorted whole numbers as text: 0-3, 7."""
-    parts = []
-    for number in numbers:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def numbered(word: str, numbers: list[int]) -> str:

@@ -54,10 +54,11 @@ def cpu_options(ranks: int, output: Path, steps: int = STEPS) -> list[str]:
     return options.split()
 
 
-def copy_run(source, target):
-    """Copy a run and make the copy pass for one of its own."""
+def copy_run(source: Path, target: Path) -> Path:
+    """Copy a run and make the copy pass for one of its own; return its directory."""
     shutil.copytree(source, target)
     edit(target, 0, lambda content: content["metadata"].update(saved_at=1.0))
+    return target
 
 
 def edit(directory, rank, change):

@@ -417,3 +417,55 @@ def test_comparison_works_alone_in_an_empty_folder(pair, tmp_path):
     done = run(sys.executable, "-O", "compare_training.py", *arguments, cwd=tmp_path / "alone")
     assert done.status == 0, done.err
     assert f"PASS comparison ranks={RANKS} steps={STEPS}" in done.out
+
+
+@pytest.mark.parametrize(("noise", "failed"), [(1e-10, 0), (1e-5, 1)])
+def test_gradient_that_is_zero_but_for_rounding(noise, failed):
+    # As that of a bias before a batch norm: its rounding has nothing to do with its size.
+    generator = torch.Generator().manual_seed(0)
+
+    def steps(bias):
+        parameters = {("parameters", "weight"): torch.ones(64), ("parameters", "bias"): torch.ones(64)}
+        gradients = {("gradients", "bias"): bias, ("gradients", "weight"): torch.full((64,), 1e-2)}
+        return [parameters, {("outputs", "output"): torch.ones(4)} | gradients | parameters]
+
+    left, right = (steps(noise * torch.randn(64, generator=generator)) for _ in range(2))
+    comparison = compare_training.Comparison(compare_training.DEFAULT, any_type=False)
+    fresh = [set(tensors) for tensors in left]
+    assert comparison.add({"rank": 0, "dp_rank": 0}, left, right, fresh, [{}, {}]) == failed
+
+
+def test_zero_at_one_step_is_no_finding(runs, tmp_path, compare_pair):
+    # LoRA's second factor, or a last layer that starts at zero: other gradients are zero at step 1.
+    directories = tmp_path / "reference", tmp_path / "actual"
+
+    def still(content):
+        record = content["records"][0]
+        record["gradients"]["0.weight"].zero_()
+        record["deltas"]["0.weight"].zero_()
+        record["parameters"]["0.weight"].copy_(content["records"][0]["initial"]["0.weight"])
+        following = content["records"][1]
+        change = following["parameters"]["0.weight"] - record["parameters"]["0.weight"]
+        following["deltas"]["0.weight"].copy_(change)
+        following["gradients"]["0.weight"].copy_(change / -0.01)
+
+    shutil.copytree(runs("ddp").directory, directories[0])
+    copy_run(runs("ddp").directory, directories[1])
+    for directory in directories:
+        edit_all(directory, still)
+    assert compare_pair(directories)[0] == 0
+
+
+def test_works_without_diagnosis_and_says_so(pair, tmp_path):
+    (tmp_path / "alone").mkdir()
+    shutil.copy(ROOT / "compare_training.py", tmp_path / "alone")
+    edit_all(pair[1], lambda content: content["records"][0]["output"].mul_(2))
+    arguments = ["--reference-dir", pair[0], "--actual-dir", pair[1], "--world-size", RANKS]
+    done = run(sys.executable, "compare_training.py", *arguments, cwd=tmp_path / "alone")
+    assert done.status == 1
+    assert "not looked for, diagnose_training.py is not beside this script" in done.out
+    done = run(
+        sys.executable, "compare_training.py", *arguments, "--report", "x.html", cwd=tmp_path / "alone"
+    )
+    assert done.status == 2
+    assert "error: --report takes report_training.py, which is not beside this script" in done.err

@@ -91,7 +91,7 @@ def test_a_modes_chain_and_what_is_not_run_again(make):
 
 
 def test_parallel_make_runs_one_after_the_other(make):
-    done = make("-j2", "cpu-fsdp", "cpu-tp", "STEPS=1")
+    done = make("-j2", "cpu-fsdp", "cpu-tp", "LAUNCH=sleep 1; echo")
     assert completed(done) == ["cpu-fsdp", "cpu-tp"]
     lines = [line for line in done.out.splitlines() if line.startswith("==")]
     assert [line.split()[1] for line in lines] == ["cpu-fsdp:"] * 3 + ["cpu-tp:"] * 3

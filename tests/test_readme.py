@@ -4,13 +4,18 @@ torchrun and python lines run for real at two or four ranks. make lines are chec
 real they run in test_makefile.py and in CI, which runs every mode at 64 ranks.
 """
 
+import json
 import re
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, copy_run, run
+
+import compare_training
+import oracle_train
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -47,7 +52,7 @@ def folder(tmp_path_factory):
 
 # In the order of the README: the last one compares what the ones before wrote.
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
-def test_command_line_works_apart_from_the_rank_count(folder, command):
+def test_command_line_works_apart_from_the_rank_count(folder, call, monkeypatch, command):
     ranks = "4" if "simplefsdp" in command else "2"
     for option in ("--nproc-per-node=", "--world-size "):
         command = command.replace(f"{option}64", f"{option}{ranks}")
@@ -57,19 +62,49 @@ def test_command_line_works_apart_from_the_rank_count(folder, command):
     else:
         words[0] = sys.executable
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
-    if "--world-size" not in command and "--expected-world-size" not in command:
+    if not re.search("--world-size|--expected-world-size|oracle_train", command):
         words += ["--expected-world-size", ranks]
-    done = run(*words, cwd=folder)
+    mains = {"compare_training.py": compare_training.main, "oracle_train.py": oracle_train.main}
+    if Path(words[1]).name in mains:  # one process: this one will do, which has imported torch
+        monkeypatch.chdir(folder)
+        done = call(mains[Path(words[1]).name], *words[2:])
+    else:
+        done = run(*words, cwd=folder)
     if "--device" in command or "reference_train" in command:
         assert done.status == 0, done.err
         passes = re.findall(rf"PASS rank=\d mode=\w+ world_size={ranks}", done.out)
         assert len(passes) == int(ranks) or "mine.py" in command
     elif "compare_training.py" in command:
+        assert done.status == 0, done.out + done.err
+        what = "comparison" if "--reference-dir" in command else "invariants"
+        assert done.out.endswith(f"PASS {what} ranks=2 steps=10\n")
+    elif "oracle_train.py" in command:
         assert done.status == 0, done.err
-        assert done.out.endswith("PASS comparison ranks=2 steps=10\n")
+        assert done.out.startswith("step=1/10 loss=0.754203")
     else:  # the default device, which this machine lacks
         assert done.status != 0
         assert "error: --device neuron: package torch-neuronx is not installed" in done.err
+
+
+def test_script_for_ones_own_model_is_short():
+    (script,) = re.findall(r"```python\n# mine.py\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in script.splitlines() if line.strip()]) < 40
+
+
+def test_described_fields_are_those_of_the_json_file(compare, runs, tmp_path):
+    reference, actual = runs("ddp").directory, copy_run(runs("ddp").directory, tmp_path / "actual")
+    arguments = ["--reference-dir", reference, "--actual-dir", actual, "--json", tmp_path / "x.json"]
+    assert compare(*arguments, "--world-size", 4).status == 0
+    text = re.search(r"### What `--json` writes\n(.*?)\n## ", README, re.DOTALL).group(1)
+    for field in json.loads((tmp_path / "x.json").read_text()):
+        assert f"`{field}`" in text, field
+
+
+def test_every_invariant_and_default_is_described():
+    for name, text in compare_training.INVARIANTS.items():
+        assert re.search(rf"^\| {name} \| {re.escape(text)}", README, re.MULTILINE), name
+    assert f"rtol {compare_training.ELEMENT_EPS:g} eps" in README
+    assert f"<= norm_eps * eps * norm(reference)` | {compare_training.NORM_EPS:g} |" in README
 
 
 def test_named_files_exist():

@@ -46,7 +46,7 @@ from training_common import average_losses, make_batch, make_model  # noqa: E402
 RANK = int(os.environ.get("RANK", 0))
 RANKS = {"ddp": 4, "fsdp": 4, "tp": 4, "simplefsdp_tp": 8}
 SEEDS = (0, 1, 2)  # of the clean runs; a faulty run has the first
-STEPS = 4
+STEPS = 3  # every mistake shows by the second
 COMPILE = torch.compile  # the real one, not what main() puts in its place for most cases
 
 LOSS = ("losses", "global loss")

@@ -7,6 +7,7 @@ tutorial's reference), against the oracle, and against the invariants alone; and
 against each other, as a comparison of CPU and device does in which both follow the faulty plan.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def bank(tmp_path_factory):
             output = folder / f"oracle-{model}-{seed}"
             done = run(*command, "--steps", faulty_runs.STEPS, "--output-dir", output)
             assert done.status == 0, done.err
-    return folder
+    yield folder
+    shutil.rmtree(folder)  # two gigabytes
 
 
 def examine(directory, mode, reference=None):
