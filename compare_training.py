@@ -20,6 +20,7 @@ import argparse
 import json
 import re
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -33,8 +34,9 @@ import torch
 # Measured by tests/measure_error.py: see "What is compared" in the README.
 ELEMENT_EPS = 64.0  # default rtol, in eps of the dtype: 7.6e-6 in float32
 NORM_EPS = 16.0  # default norm_eps
-# A gradient this many eps below the largest one of its step is zero but for rounding.
-NEGLIGIBLE_EPS = 16.0
+# A gradient below this share of the largest one of its step is zero but for rounding, such as that of a
+# bias before a batch norm: 16 eps of float32, whatever the dtype.
+NEGLIGIBLE = 16 * 2.0**-23
 
 FORMAT = "parity-record-2"
 SCHEMA = "parity-comparison-1"  # of --json; the README describes it
@@ -85,7 +87,7 @@ class Result(NamedTuple):
     eps: float = 0.0  # norm of the error over norm of the reference, in eps of the dtype
     needed_rtol: float = 0.0  # smallest rtol under which it would have passed; inf if none would
     needed_norm_eps: float = 0.0  # the same for norm_eps
-    message: str = ""  # for a failed one: where and by how much
+    message: str = ""  # for a failed one: where and by how much; for a passed one: why it was not compared
 
 
 class Finding(NamedTuple):
@@ -166,10 +168,15 @@ def describe_problem(content: object) -> str | None:
         if not isinstance(metadata.get(key, ()), str | int | float | None):
             return f"metadata {key} is missing or no plain value"
     for key in ("rank", "world_size", "dp_degree", "dp_rank", "tp_degree", "tp_rank"):
-        if not isinstance(metadata.get(key), int):
+        if type(metadata.get(key)) is not int:
             return f"metadata {key} is missing or no whole number"
-    if min(metadata["dp_degree"], metadata["tp_degree"]) < 1:
-        return f"dp_degree is {metadata['dp_degree']} and tp_degree {metadata['tp_degree']}"
+    for key in ("dp", "tp"):
+        rank, degree = metadata[f"{key}_rank"], metadata[f"{key}_degree"]
+        if not 0 <= rank < degree:
+            return f"{key}_rank is {rank} of {key}_degree {degree}"
+    rate = metadata["learning_rate"]
+    if metadata["optimizer"] == "SGD" and not (type(rate) in (int, float) and isfinite(rate)):
+        return f"learning_rate is {rate!r}, expected a number with optimizer SGD"
     for step, record in enumerate(records, start=1):
         if not isinstance(record, dict) or not {"output", "loss", "local_loss", *KINDS[2:]} <= record.keys():
             return f"step {step} lacks one of output, loss, local_loss, {', '.join(KINDS[2:])}"
@@ -186,15 +193,20 @@ def describe_problem(content: object) -> str | None:
         if not isinstance(initial, dict) or initial.keys() != parameters.keys():
             return f"step {step}: the parameters must have the names of step 1's initial parameters"
         tensors = flatten(record)
-        tensors.update({("initial parameters", name): tensor for name, tensor in initial.items()})
-        for (kind, name), tensor in tensors.items() if step == 1 else flatten(record).items():
-            if not isinstance(name, str):
-                return f"step {step}: the name {name!r} of one of the {kind} is no text"
+        if step == 1:
+            tensors.update({("initial parameters", name): tensor for name, tensor in initial.items()})
+        slack = record.get("slack", {})
+        if not isinstance(slack, dict) or not slack.keys() <= gradients.keys():
+            return f"step {step}: slack is no dictionary by names of gradients"
+        tensors.update({("slack", name): tensor for name, tensor in slack.items()})
+        for (kind, name), tensor in tensors.items():
+            if not isinstance(name, str) or not name.isprintable():
+                return f"step {step}: the name {name!r} of one of the {kind} is no printable text"
             if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
                 return f"step {step}: {kind} {name} is {type(tensor).__name__}, expected a plain dense tensor"
             if tensor.device.type != "cpu" or not tensor.numel():
                 return f"step {step}: {kind} {name} holds no values"
-            if kind not in ("outputs", "losses") and tensor.shape != parameters[name].shape:
+            if kind not in ("outputs", "losses") and tensor.shape != getattr(parameters[name], "shape", None):
                 return f"step {step}: {kind} {name} has another shape than the parameter"
     return None
 
@@ -319,6 +331,11 @@ def check_same_parameters(left: Steps, right: Steps, names: tuple[str, str]) -> 
 # ---------------------------------------------------------------- one tensor
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in float64 or complex128, in which every dtype can be computed with."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def eps_of(*tensors: torch.Tensor) -> float:
     """Return the coarsest eps of the floating-point tensors among these; 0 if there are none."""
     return max(
@@ -362,8 +379,7 @@ def compare_tensor(
         return Result(False, inf, inf, inf, inf, f": its type is {types}")
     own = eps_of(actual, reference)
     unit = (eps or own) if own else 0.0  # whole numbers must be equal
-    wide = torch.complex128 if actual.is_complex() or reference.is_complex() else torch.float64
-    a, r = actual.detach().to(wide), reference.detach().to(wide)
+    a, r = wide(actual), wide(reference)
     for name, tensor in (("reference", r), ("actual", a)):
         finite = torch.isfinite(tensor)
         if not finite.all():
@@ -372,13 +388,15 @@ def compare_tensor(
             message = f"{position(index)}: {values}: not finite in the {name} run"
             return Result(False, inf, inf, inf, inf, message)
     error = (a - r).abs()
-    if not error.any() or max(a.abs().max(), r.abs().max()) <= floor:
+    if not error.any():
         return Result(True)
+    if max(a.abs().max(), r.abs().max()) <= floor:
+        return Result(True, message="zero but for rounding in both runs, not compared")
 
     largest, norm = r.abs().max(), r.norm().item()
     extra, norm_extra, whole = 0.0, 0.0, norm
     if parameter is not None:
-        p = parameter.to(wide)
+        p = wide(parameter)
         extra, norm_extra, whole = 2 * own * p.abs().max(), 2 * own * p.norm().item(), p.norm().item()
     judged = own if initial is not None else unit
     rtol = ELEMENT_EPS * judged if tolerance.rtol is None else tolerance.rtol
@@ -386,7 +404,7 @@ def compare_tensor(
     if norm_eps is None:
         norm_eps = NORM_EPS if tolerance.rtol is None and tolerance.atol is None else inf
     if initial is not None and tolerance.rtol is None:
-        moved = r - initial.to(wide)
+        moved = r - wide(initial)
         extra, norm_extra = ELEMENT_EPS * unit * moved.abs().max(), NORM_EPS * unit * moved.norm().item()
     if slack is not None:
         extra, norm_extra = extra + slack, norm_extra + slack.norm().item()
@@ -394,13 +412,14 @@ def compare_tensor(
     allowed = extra + (tolerance.atol or 0.0) + rtol * weight
     # Not "error > allowed": values near the largest float overflow, and inf is not below inf.
     bad = ~((error <= allowed) & torch.isfinite(allowed))
-    needed = (
-        (((error - extra - (tolerance.atol or 0.0)).clamp(min=0)) / weight).nan_to_num(nan=0.0).max().item()
-    )
+    # An explicit tolerance takes the place of the allowance for what has moved.
+    kept, kept_norm = (0.0, 0.0) if initial is not None else (extra, norm_extra)
+    needed = (error - kept - (tolerance.atol or 0.0)).clamp(min=0) / weight
+    needed = needed.nan_to_num(nan=0.0, posinf=inf).max().item()
     distance = error.norm().item()
     allowed_norm = norm_extra + norm_eps * judged * norm if norm_eps < inf else inf
     relative = distance / (judged or 1.0) / (whole or 1.0)
-    needed_norm = max(0.0, distance - norm_extra) / ((judged or 1.0) * norm) if norm else inf
+    needed_norm = max(0.0, distance - kept_norm) / ((judged or 1.0) * norm) if norm else inf
     norm_failed = not (distance <= allowed_norm)
     score = max(
         (error / allowed).nan_to_num(nan=0.0).max().item(), distance / allowed_norm if allowed_norm else inf
@@ -435,7 +454,8 @@ class RunChecks:
         self.first: Steps = []  # rank 0's steps
         self.outputs: dict[int, list[torch.Tensor]] = {}  # by replica, of its first rank, for each step
         self.losses: list[tuple[int, list[tuple[float, float]]]] = []  # by rank: replica, (global, own)
-        self.nonzero: dict[Key, bool] = {}
+        self.nonzero: dict[tuple[Key, int], bool] = {}  # by tensor and the replica whose output it is
+        self.not_finite: dict[tuple[int, Key, int], str] = {}
         self.broken_updates: dict[tuple[int, str], dict[str, str]] = {}  # of rank 0, by step and name
         self.eps = 0.0
 
@@ -452,7 +472,7 @@ class RunChecks:
         rank, replica = metadata["rank"], metadata["dp_rank"]
         if not self.first:
             self.first = steps
-            self.eps = eps_of(*(t for key, t in steps[1].items() if key[0] != "losses"))
+            self.eps = eps_of(*trained(steps), *(t for (k, _), t in steps[1].items() if k in KINDS[::2]))
         self.losses.append((replica, [(record["loss"], record["local_loss"]) for record in records]))
         if rank:
             names = f"rank 0 of the {self.run} run", f"rank {rank}"
@@ -467,54 +487,73 @@ class RunChecks:
             fresh.append(set())
             first = self.first[step]
             for key in first.keys() - tensors.keys():
+                fresh[step].add(key)
                 self.fail(step, key, rank, "ranks agree", ": rank 0 has it, this rank has not")
             for key, tensor in tensors.items():
                 output = key[0] == "outputs"
                 new = new_replica if output else rank == 0
                 twin = self.outputs[replica][step - 1] if output else first.get(key)
+                place = step, key, replica if output else 0
                 if twin is None:
+                    fresh[step].add(key)
                     self.fail(step, key, rank, "ranks agree", ": this rank has it, rank 0 has not")
                 elif new or twin.dtype != tensor.dtype or not torch.equal(twin, tensor):
                     fresh[step].add(key)
-                    self._check_fresh(step, key, rank, tensor, None if new else twin)
+                    self._check_fresh(place, rank, tensor, None if new else twin)
+                elif place in self.not_finite:
+                    self.fail(step, key, rank, "finite", self.not_finite[place])
             if step:
                 self._check_updates(step, rank, steps, fresh)
         return fresh
 
     def _compare_with_other_replicas(self, rank: int, steps: Steps) -> None:
         for step, tensors in enumerate(steps[1:], start=1):
+            output = tensors["outputs", "output"]
             for other, outputs in self.outputs.items():
                 self.checked["outputs"] += 1
-                if torch.equal(outputs[step - 1], tensors["outputs", "output"]):
+                theirs, message = outputs[step - 1], None
+                if output.shape != theirs.shape:
+                    message = (
+                        f": its shape is {list(output.shape)}, that of replica {other} {list(theirs.shape)}"
+                    )
+                elif (wide(output) - wide(theirs)).abs().max() <= NEGLIGIBLE * wide(theirs).abs().max():
                     message = f": the same as those of replica {other}: both got the same samples"
+                if message:
                     self.fail(step, ("outputs", "output"), rank, "outputs", message)
                     break
 
     def _check_fresh(
-        self, step: int, key: Key, rank: int, tensor: torch.Tensor, twin: torch.Tensor | None
+        self, place: tuple[int, Key, int], rank: int, tensor: torch.Tensor, twin: torch.Tensor | None
     ) -> None:
+        step, key, replica = place
         kind = key[0]
         self.checked["finite"] += 1
-        if not torch.isfinite(tensor).all():
-            index = tuple(torch.nonzero(~torch.isfinite(tensor))[0].tolist())
-            self.fail(step, key, rank, "finite", f"{position(index)}: it is {tensor[index].item()}")
+        finite = torch.isfinite(wide(tensor))
+        if not finite.all():
+            index = tuple(torch.nonzero(~finite)[0].tolist())
+            message = f"{position(index)}: it is {wide(tensor)[index].item()}"
+            if twin is None:
+                self.not_finite[place] = message
+            self.fail(step, key, rank, "finite", message)
         elif twin is not None and kind != "losses":
             check = "outputs" if kind == "outputs" else "ranks agree"
             self.checked[check] += 1
-            largest = max(
-                (t.abs().max().item() for k, t in self.first[step].items() if k[0] == kind), default=0.0
-            )
-            floor = NEGLIGIBLE_EPS * self.eps * largest if kind in ("gradients", "deltas") else 0.0
             parameter = self.first[step]["parameters", key[1]] if kind == "deltas" else None
             result = compare_tensor(
-                tensor, twin, self.tolerance, eps=self.eps, floor=floor, parameter=parameter
+                *(tensor, twin, self.tolerance),
+                eps=self.eps,
+                floor=NEGLIGIBLE * largest(self.first[step], kind)
+                if kind in ("gradients", "deltas")
+                else 0.0,
+                parameter=parameter,
             )
             if not result.passed:
                 message = result.message.replace("reference", "an earlier rank").replace(
                     "actual", "this rank"
                 )
                 self.fail(step, key, rank, check, message)
-        self.nonzero[key] = self.nonzero.get(key, False) or bool(tensor.any())
+        at = key, replica
+        self.nonzero[at] = self.nonzero.get(at, False) or bool(wide(tensor).any())
 
     def _check_updates(self, step: int, rank: int, steps: Steps, fresh: list[set[Key]]) -> None:
         for name in [name for kind, name in steps[step] if kind == "deltas"]:
@@ -528,15 +567,20 @@ class RunChecks:
                     self.broken_updates[step, name] = broken
             for check, message in broken.items():
                 self.fail(step, ("deltas", name), rank, check, message)
+        for key in [
+            key for key in steps[step] if key[0] == "parameters" and ("deltas", key[1]) not in steps[step]
+        ]:
+            if not torch.equal(steps[step][key], steps[step - 1][key]):
+                self.fail(step, key, rank, "update", ": it changes, though it has no gradient")
 
     def _broken_update(
         self, before: torch.Tensor, after: torch.Tensor, delta: torch.Tensor, gradient: torch.Tensor
     ) -> dict[str, str]:
-        if not all(torch.isfinite(tensor).all() for tensor in (before, after, delta, gradient)):
+        if not all(torch.isfinite(wide(tensor)).all() for tensor in (before, after, delta, gradient)):
             return {}
-        checks = {"update": after.double() - before.double()}
+        checks = {"update": wide(after) - wide(before)}
         if self.metadata["optimizer"] == "SGD":
-            checks["sgd"] = -self.metadata["learning_rate"] * gradient.double()
+            checks["sgd"] = -self.metadata["learning_rate"] * wide(gradient)
         broken = {}
         for check, expected in checks.items():
             self.checked[check] += 1
@@ -556,21 +600,24 @@ class RunChecks:
             allowed = NORM_EPS * max(self.eps, torch.finfo(torch.float32).eps) * abs(mean)
             for rank, (_, losses) in enumerate(self.losses):
                 self.checked["loss"] += 1
-                loss = losses[step - 1][0]
-                if isfinite(loss) and not abs(loss - mean) <= allowed:
+                loss, own_loss = losses[step - 1]
+                if not isfinite(own_loss):
+                    self.fail(step, key, rank, "finite", f": the rank's own loss is {own_loss}")
+                elif isfinite(loss) and isfinite(mean) and not abs(loss - mean) <= allowed:
                     message = (
                         f": it is {loss:.9g}, the mean of the {len(own)} replicas' own losses is {mean:.9g}"
                     )
                     self.fail(step, key, rank, "loss", message)
-        for key, nonzero in self.nonzero.items():
+        for (key, replica), nonzero in self.nonzero.items():
             self.checked["nonzero"] += 1
             frozen = key[0] == "parameters" and ("gradients", key[1]) not in self.first[1]
             if not nonzero and not frozen:
-                for rank in range(len(self.losses)):
-                    self.fail(1, key, rank, "nonzero", ": all zero at every step, nothing is compared")
+                for rank, (rank_replica, _) in enumerate(self.losses):
+                    if key[0] != "outputs" or rank_replica == replica:
+                        self.fail(1, key, rank, "nonzero", ": all zero at every step, nothing is compared")
         for step, tensors in enumerate(self.first[1:], start=1):
             gradients = {key: tensor for key, tensor in tensors.items() if key[0] == "gradients"}
-            if not any(tensor.any() for tensor in gradients.values()):
+            if not any(wide(tensor).any() for tensor in gradients.values()):
                 self.fail(step, next(iter(gradients)), 0, "nonzero", ": all gradients of this step are zero")
         return self.findings
 
@@ -612,7 +659,7 @@ class Comparison:
         # The unit is that of the model and of what the reference computed: autocast that only the run in
         # question used is a difference.
         computed = [] if self.any_type else [t for (kind, _), t in expected[1].items() if kind != "losses"]
-        eps = eps_of(*steps[0].values(), *computed)
+        eps = eps_of(*trained(steps), *computed)
         for step, (left, right) in enumerate(zip(expected, steps, strict=True)):
             worst = 0.0
             for key in left | right:
@@ -646,13 +693,8 @@ class Comparison:
         if kind in KINDS[2:]:
             settings["slack"] = slack.get(key)
             # A parameter as small as a negligible delta is made of such deltas.
-            scale = [
-                tensor
-                for (k, _), tensor in left.items()
-                if k == ("gradients" if kind == "gradients" else "deltas")
-            ]
-            largest = max((tensor.abs().max().item() for tensor in scale), default=0.0)
-            settings["floor"] = NEGLIGIBLE_EPS * eps * largest
+            floor = NEGLIGIBLE * largest(left, "gradients" if kind == "gradients" else "deltas")
+            settings["floor"] = floor
         return compare_tensor(
             right[key], reference, self.tolerance, eps=eps, any_type=self.any_type, **settings
         )
@@ -663,6 +705,17 @@ class Comparison:
         for (kind, _), results in self.results.items():
             kinds[kind] += [result for _, _, result in results]
         return kinds
+
+
+def trained(steps: Steps) -> list[torch.Tensor]:
+    """Return the initial values of the parameters that get gradients; all of them if none does."""
+    names = {name for kind, name in steps[1] if kind == "gradients"}
+    return [tensor for (_, name), tensor in steps[0].items() if name in names] or list(steps[0].values())
+
+
+def largest(tensors: Tensors, kind: str) -> float:
+    """Return the largest magnitude among the tensors of a kind, 0 if there are none."""
+    return max((wide(t).abs().max().item() for (k, _), t in tensors.items() if k == kind), default=0.0)
 
 
 def slacks_of(content: dict) -> list[Tensors]:
@@ -698,8 +751,10 @@ def compare_runs(
 ) -> Verdict:
     """Compare all ranks, holding at most two of a run in memory. Raises InputError."""
     checks = [RunChecks("actual", actual.metadata, tolerance)]
-    if reference and not reference.whole:
+    if reference:
         checks.append(RunChecks("reference", reference.metadata, tolerance))
+        if reference.whole:
+            checks[1].add(reference.first, steps_of(reference.first))
     comparison = Comparison(tolerance, any_type=reference.whole) if reference else None
     against_oracle = [Comparison(tolerance, any_type=True) for _ in range(2)] if oracle else []
     whole = oracle or (reference if reference and reference.whole else None)
@@ -717,6 +772,13 @@ def compare_runs(
             names = "the reference", f"rank {rank} of the actual run"
             check_same_parameters(runs["reference"], runs["actual"], names)
             if not reference.whole:
+                other = reference.rank(rank)["metadata"]
+                for key in ("dp_rank", "tp_rank"):
+                    if other[key] != metadata[key]:
+                        raise InputError(
+                            f"rank {rank} has {key} {other[key]} in the reference, {metadata[key]} in the "
+                            "actual run; run both on the same mesh"
+                        )
                 fresh_too = checks[1].add(reference.rank(rank), runs["reference"])
                 either = [one | other for one, other in zip(fresh, fresh_too, strict=True)]
             comparison.add(metadata, runs["reference"], runs["actual"], either, slacks)
@@ -730,6 +792,12 @@ def compare_runs(
                 for step, tensors in enumerate(steps[1:]):
                     losses[step][name] = tensors["losses", "global loss"].item()
     progress("")
+    seen = {replica for replica, _ in checks[0].losses}
+    if len(seen) != actual.metadata["dp_degree"]:
+        raise InputError(
+            f"the ranks of {actual.directory} name {len(seen)} data-parallel replicas, dp_degree is "
+            f"{actual.metadata['dp_degree']}; save each rank's own dp_rank"
+        )
     findings = [finding for check in checks for finding in check.finish()]
     findings += comparison.findings if comparison else []
     # Causal order within a step is that in which a record of the run holds its tensors.
@@ -866,6 +934,7 @@ def figures(results: list[Result]) -> dict:
     return {
         "compared": len(results),
         "mismatched": sum(not result.passed for result in results),
+        "negligible": sum(result.passed and bool(result.message) for result in results),
         **{
             name: max(getattr(result, name) for result in results)
             for name in ("eps", "score", "needed_rtol", "needed_norm_eps")
@@ -893,6 +962,11 @@ def print_tables(summary: dict) -> None:
         needed = f"--rtol {1.05 * row['needed_rtol']:.1e} --norm-eps {1.05 * row['needed_norm_eps']:.2g}"
         error = f"{row['eps']:.3g} eps"
         print(f"{row['kind']:12}{row['compared']:9}{row['mismatched']:12}{error:>16}   {needed}")
+    for row in summary["tensors"]:
+        if row["negligible"]:
+            print(
+                f"{row['kind']} {row['name']}: zero but for rounding, {row['negligible']} times not compared"
+            )
     if summary["oracle_errors"]:
         labels = [f"{summary[name]['label']} ({name})" for name in ("reference", "actual")]
         print(f"\n{'against the oracle':20}{labels[0]:>18}{labels[1]:>18}{'ratio':>8}")
@@ -927,6 +1001,28 @@ def print_first(summary: dict) -> None:
     print(f"{mismatched} of {compared} tensors failed, on {failed} of {ranks} ranks." if compared else "")
 
 
+def print_all(summary: dict, verdict: Verdict, runs: dict[str, Run | None]) -> None:
+    """Print everything but the last line."""
+    for title, run in runs.items():
+        if run:
+            print(f"{title}: {run.directory}", *(f"{key}={run.metadata[key]}" for key in SHOWN))
+    for rank in range(summary["world_size"]):
+        failed = [finding.check for finding in verdict.findings if finding.rank == rank]
+        mismatched = failed.count("reference")
+        broken = f" broken_invariants={len(failed) - mismatched}" if len(failed) > mismatched else ""
+        if summary["reference"]:
+            parity = f"FAILED mismatched_tensors={mismatched}{broken}" if failed else "passed"
+            print(f"rank={rank} parity={parity}")
+        else:
+            print(f"rank={rank} invariants={f'FAILED{broken}' if failed else 'held'}")
+    print_tables(summary)
+    print()
+    if verdict.findings:
+        print_first(summary)
+    elif all(run.label in ("cpu", "oracle") for run in runs.values() if run):
+        print("No accelerator was checked: this was computed on a CPU.")
+
+
 def plain(value: object) -> object:
     """Return a value as JSON can hold it: numbers that are not finite become null."""
     if isinstance(value, dict):
@@ -939,7 +1035,7 @@ def plain(value: object) -> object:
 def write_json(summary: dict, path: Path) -> None:
     """Write the summary under a temporary name and rename it."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(plain(summary), indent=1, allow_nan=False) + "\n")
+    temporary.write_text(json.dumps(plain(summary), indent=1, allow_nan=False, default=str) + "\n")
     temporary.replace(path)
 
 
@@ -990,6 +1086,8 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError(f"{args.actual_dir} would be compared with itself; give two runs")
     if args.oracle_dir and not args.reference_dir:
         raise InputError("--oracle-dir is shown beside a reference; give it as --reference-dir instead")
+    if args.oracle_dir and (args.oracle_dir / "rank-1.pt").exists():
+        raise InputError(f"--oracle-dir {args.oracle_dir} holds a run of several ranks; give one of one rank")
     for name, path, suffix in (("--json", args.json, ".json"), ("--report", args.report, ".html")):
         if path and (path.suffix != suffix or not path.parent.is_dir()):
             raise InputError(f"{name} {path}: give a name ending in {suffix} in an existing directory")
@@ -1014,6 +1112,7 @@ def main() -> int:
         verdict = compare_runs(reference, actual, oracle, tolerance, show_progress)
         cause = find_cause(verdict, reference, actual) if verdict.findings else None
         summary = summarize(verdict, runs, tolerance, cause)
+        print_all(summary, verdict, runs)
         if args.json:
             write_json(summary, args.json)
         if args.report:
@@ -1021,25 +1120,10 @@ def main() -> int:
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-    for title, run in runs.items():
-        if run:
-            print(f"{title}: {run.directory}", *(f"{key}={run.metadata[key]}" for key in SHOWN))
-    for rank in range(args.world_size):
-        failed = [finding.check for finding in verdict.findings if finding.rank == rank]
-        mismatched = failed.count("reference")
-        broken = f" broken_invariants={len(failed) - mismatched}" if len(failed) > mismatched else ""
-        if reference:
-            parity = f"FAILED mismatched_tensors={mismatched}{broken}" if failed else "passed"
-            print(f"rank={rank} parity={parity}")
-        else:
-            print(f"rank={rank} invariants={f'FAILED{broken}' if failed else 'held'}")
-    print_tables(summary)
-    print()
-    if verdict.findings:
-        print_first(summary)
-    elif all(run.label in ("cpu", "oracle") for run in runs.values() if run):
-        print("No accelerator was checked: this was computed on a CPU.")
+    except Exception:  # status 1 is a mismatch, which this is not
+        traceback.print_exc()
+        print("error: the comparison broke off, nothing is known of the runs", file=sys.stderr)
+        return 2
     what = "comparison" if reference else "invariants"
     print(f"{summary['verdict']} {what} ranks={args.world_size} steps={summary['steps']}")
     return 1 if verdict.findings else 0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from compare_training import Steps, ranges
+from compare_training import Steps, ranges, wide
 
 LEFT = 1e-3  # share of the difference that a named cause may leave unexplained, rounding apart
 LEFT_BY_OTHER_STEP = 0.1  # for another step's batch: parameters have moved since
@@ -76,7 +76,7 @@ class Scene(NamedTuple):
 def _pick(steps: Steps, scene: Scene, kind: str, name: str, step: int | None) -> torch.Tensor | None:
     step = scene.step if step is None else step
     tensor = steps[step].get((kind or scene.kind, name or scene.name)) if 0 <= step < len(steps) else None
-    return None if tensor is None else tensor.double()
+    return None if tensor is None else wide(tensor)
 
 
 def find_cause(
@@ -107,17 +107,27 @@ def find_cause(
         ),
         "losses": (not_finite, own_loss, scaled, other_loss),
         "gradients": (
-            *(no_gradient, not_finite, not_reduced, accumulated, earlier_gradient, scaled, shards, rounded),
+            *(
+                no_gradient,
+                not_finite,
+                odd_ranks,
+                not_reduced,
+                accumulated,
+                earlier_gradient,
+                scaled,
+                shards,
+                rounded,
+            ),
         ),
         "parameters": (not_finite, shards, other_start, scaled) if first[0] == 0 else (not_finite, update),
         "deltas": (no_gradient, not_finite, update),
     }
-    # What the reference does not explain may still show within the run.
-    for seen in (scene, scene._replace(reference=None)):
-        for hypothesis in hypotheses[first[1]]:
-            for cause in hypothesis(seen):
-                return cause
-    return None
+    for hypothesis in hypotheses[first[1]]:
+        for cause in hypothesis(scene):
+            return cause
+    # Outputs that the reference does not explain may still be those of another replica.
+    without = scene._replace(reference=None)
+    return next(other_samples(without), None) if first[1] == "outputs" and reference else None
 
 
 # ---------------------------------------------------------------- measuring
@@ -133,6 +143,21 @@ def correlation(actual: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the correlation coefficient of the elements of two tensors."""
     a, r = actual.flatten() - actual.mean(), reference.flatten() - reference.mean()
     return (a.dot(r) / (a.norm() * r.norm()).clamp(min=1e-300)).item()
+
+
+def unrelated(actual: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Say whether these are other random values of the same spread: another seed."""
+    if reference.numel() < 64 or actual.shape != reference.shape or not reference.std() > 0:
+        return False
+    spread = (actual.std() / reference.std()).item()
+    differ = ((actual - reference).abs() > 1e-3 * reference.std()).double().mean().item()
+    bound = min(0.5, 4 / reference.numel() ** 0.5)
+    return abs(correlation(actual, reference)) < bound and 0.8 < spread < 1.25 and differ > 0.9
+
+
+def but(rest: float) -> str:
+    """Return what a prediction leaves open, in words."""
+    return f" but for {rest:.0e} of the difference" if rest else " but for rounding"
 
 
 def numbered(word: str, numbers: list[int]) -> str:
@@ -152,8 +177,8 @@ def who(scene: Scene) -> str:
     return numbered("rank", scene.ranks)
 
 
-def meaning(s: float, scene: Scene, rank: int) -> str | None:
-    """Return what a factor says if it is a known one, None otherwise."""
+def meaning(s: float, scene: Scene, rank: int, every: bool = True) -> str | None:
+    """Return what a factor says if it is a known one, None otherwise. every: all tensors have it."""
     first = scene.metadata[0]
     dp, tp, world = first["dp_degree"], first["tp_degree"], first["world_size"]
     output = scene.a(rank, "outputs", "output")
@@ -174,15 +199,16 @@ def meaning(s: float, scene: Scene, rank: int) -> str | None:
             (world, f"multiplied by the world size {world}"),
             (1 / world, f"divided by the world size {world}"),
         ]
-    known += [(2, "applied or accumulated twice"), (-1, "of the wrong sign")]
-    if output is not None:
+    if scene.kind not in ("outputs", "losses") and every:
+        known += [(2, "applied or accumulated twice"), (-1, "of the wrong sign")]
+    if output is not None and every:
         known += [
             (output.numel(), f"summed over the {output.numel()} elements of the output instead of averaged"),
             (len(output) if output.dim() else 1, "summed over the samples instead of averaged"),
         ]
     texts = [text for value, text in known if value != 1 and scene.same(s, value)]
     power = torch.tensor(abs(s)).log2().round().item()
-    if not texts and s > 0 and power >= 4 and scene.same(s, 2**power):
+    if not texts and every and scene.kind == "gradients" and power >= 4 and scene.same(s, 2**power):
         texts = [f"a loss scale of {2**power:.0f} that was not removed"]
     return ", or ".join(dict.fromkeys(texts)) or None
 
@@ -210,10 +236,12 @@ def scaled(scene: Scene) -> Iterator[str]:
     factors = []
     for rank in scene.ranks:
         a, r = scene.a(rank), scene.r(rank)
-        if a.shape != r.shape or scene.left(a, factor(a, r) * r, r) > LEFT:
+        if a is None or r is None or a.shape != r.shape or scene.left(a, factor(a, r) * r, r) > LEFT:
             return
         factors.append(factor(a, r))
     rank, s = scene.ranks[0], factors[0]
+    if scene.same(s, 1.0):
+        return
     if scene.a(rank).numel() == 1 and not meaning(s, scene, rank):
         return  # any number is a multiple of another
     if not all(scene.same(f, s) for f in factors):
@@ -232,7 +260,7 @@ def scaled(scene: Scene) -> Iterator[str]:
     what = scene.kind if all(others) else f"{scene.kind} {scene.name}"
     text = f"{what} of {who(scene)} are {s:.2f}x the reference"
     text = text if abs(s - round(s, 2)) <= SAME_FACTOR * abs(s) else text.replace(f"{s:.2f}x", f"{s:.4g}x")
-    explained = meaning(s, scene, rank)
+    explained = meaning(s, scene, rank, every=all(others))
     if explained:
         yield f"{text}: {explained}"
     elif scene.kind == "gradients" and all(others) and 0 < s < 1:
@@ -248,7 +276,7 @@ def shards(scene: Scene) -> Iterator[str]:
     """Equal parts of the tensor are permuted, repeated, zero, or each scaled by its own factor."""
     rank = scene.ranks[0]
     a, r = scene.a(rank), scene.r(rank)
-    if r is None or a.shape != r.shape:
+    if a is None or r is None or a.shape != r.shape:
         return
     if a.dim() == 2 and a.shape[0] == a.shape[1] and scene.left(a, r.T, r) <= LEFT:
         yield (
@@ -267,12 +295,14 @@ def shards(scene: Scene) -> Iterator[str]:
             match = [row.index(True) if any(row) else None for row in equal]
             own = [row[i] for i, row in enumerate(equal)]
             wrong = [i for i in range(parts) if not own[i]]
+            if not wrong:
+                return
             zero = [i for i in wrong if not ours[i].any()]
             if None not in match and sorted(match) == list(range(parts)):
                 yield f"each {along} is another's, in the order {match}: gathered or cut in the wrong order"
             elif None not in match and len(set(match)) == 1:
                 yield f"each {along} is the reference's shard {match[0]}: every rank holds the same shard"
-            elif zero and zero == wrong:
+            elif zero and zero == wrong and len(zero) < parts:
                 yield (
                     f"{numbered('shard', zero)} {along} {are(zero)} zero, the others agree: it was never "
                     "filled"
@@ -284,12 +314,11 @@ def shards(scene: Scene) -> Iterator[str]:
             elif scene.step == 0 and 0 < len(wrong) < parts:
                 strange = torch.cat([ours[i].flatten() for i in wrong])
                 known = torch.cat([theirs[i].flatten() for i in wrong])
-                c = correlation(strange, known)
-                if abs(c) < 4 / len(strange) ** 0.5:
+                if unrelated(strange, known):
+                    c, verb = correlation(strange, known), "start" if len(wrong) > 1 else "starts"
                     yield (
-                        f"{numbered('shard', wrong)} {along} start{'' if len(wrong) > 1 else 's'} from "
-                        f"other values (correlation {c:.2f} with the "
-                        "reference), the others agree: another seed on the ranks that made it"
+                        f"{numbered('shard', wrong)} {along} {verb} from other values (correlation {c:.2f} "
+                        "with the reference), the others agree: another seed on the ranks that made it"
                     )
             else:
                 factors = [factor(one, other) for one, other in zip(ours, theirs, strict=True)]
@@ -343,9 +372,8 @@ def other_start(scene: Scene) -> Iterator[str]:
         pairs = [(scene.a(rank), scene.r(rank)) for rank in scene.ranks]
     else:
         pairs = [(scene.a(rank), scene.a(0)) for rank in scene.ranks]
-    worst = max(abs(correlation(a, r)) for a, r in pairs)
-    a, r = pairs[0]
-    if worst < 4 / a.numel() ** 0.5 and 0.8 < (a.std() / r.std()).item() < 1.25:
+    if all(unrelated(a, r) for a, r in pairs):
+        worst = max((correlation(a, r) for a, r in pairs), key=abs)
         if len(scene.ranks) == len(scene.metadata):
             verb, why = "starts", "another seed, or a broadcast from a rank that has one"
         elif len(scene.ranks) == 1:
@@ -364,7 +392,10 @@ def other_start(scene: Scene) -> Iterator[str]:
 
 def uneven_slices(scene: Scene) -> Iterator[str]:
     """Replicas have different numbers of samples."""
-    rows = {m["dp_rank"]: len(scene.a(rank)) for rank, m in enumerate(scene.metadata)}
+    outputs = [scene.a(rank) for rank in range(len(scene.metadata))]
+    if not all(output.dim() for output in outputs):
+        return
+    rows = {m["dp_rank"]: len(output) for m, output in zip(scene.metadata, outputs, strict=True)}
     if len(set(rows.values())) > 1:
         yield (
             f"the replicas have {min(rows.values())} to {max(rows.values())} samples (replica 0 has "
@@ -376,7 +407,7 @@ def uneven_slices(scene: Scene) -> Iterator[str]:
 def other_samples(scene: Scene) -> Iterator[str]:
     """A rank's outputs are those of other rows of the global batch."""
     dp = scene.metadata[0]["dp_degree"]
-    if dp == 1:
+    if dp == 1 or not scene.a(0).dim():
         return
     firsts = {m["dp_rank"]: rank for rank, m in reversed(list(enumerate(scene.metadata)))}
     if not scene.reference:
@@ -387,11 +418,11 @@ def other_samples(scene: Scene) -> Iterator[str]:
                 "samples"
             )
         return
-    whole = torch.cat([scene.r(firsts[k]).flatten(1) for k in range(dp)])
+    whole = torch.cat([rows_of(scene.r(firsts[k])) for k in range(dp)])
     rows = len(whole) // dp
     shifts = {}
     for k in range(dp):
-        a, expected = scene.a(firsts[k]).flatten(1), scene.r(firsts[k]).flatten(1)
+        a, expected = rows_of(scene.a(firsts[k])), rows_of(scene.r(firsts[k]))
         if a.shape != expected.shape:
             return
         distance = torch.cdist(a, whole)
@@ -425,6 +456,11 @@ def other_samples(scene: Scene) -> Iterator[str]:
             "the batch, "
             f"expected {k * rows} to {k * rows + rows - 1}: its slice is shifted by {s}, slices overlap"
         )
+
+
+def rows_of(output: torch.Tensor) -> torch.Tensor:
+    """Return an output with one row for each sample."""
+    return output.reshape(len(output), -1)
 
 
 def _fits(near: torch.Tensor, rows: torch.Tensor) -> bool:
@@ -465,6 +501,8 @@ def partial_sum(scene: Scene) -> Iterator[str]:
         return
     replica = scene.metadata[rank]["dp_rank"]
     group = [i for i, m in enumerate(scene.metadata) if m["dp_rank"] == replica]
+    if any(scene.a(i).shape != r.shape for i in group):
+        return
     total = sum(scene.a(i) for i in group)
     if all(torch.equal(scene.a(i), scene.a(rank)) for i in group):
         return
@@ -482,7 +520,8 @@ def _vectors(scene: Scene, rank: int) -> list[tuple[str, torch.Tensor]]:
     # Parameters that could be a bias of the output, as they were in this step's forward.
     before = scene.reference(rank)[scene.step - 1]
     width = scene.r(rank).shape[-1:]
-    return [(n, t.double()) for (k, n), t in before.items() if k == "parameters" and t.shape == width]
+    vectors = [(n, wide(t)) for (k, n), t in before.items() if k == "parameters" and t.shape == width]
+    return [(name, value) for name, value in vectors if len(value) > 1 and value.std() > 0]
 
 
 def bias(scene: Scene) -> Iterator[str]:
@@ -494,7 +533,8 @@ def bias(scene: Scene) -> Iterator[str]:
     for name, value in _vectors(scene, rank):
         s = factor(a - r, value.expand_as(r))
         if scene.left(a, r + s * value, r) <= LEFT:
-            times = f"it is added {s + 1:.0f} times" if abs(s - round(s)) <= 0.01 else "it is scaled"
+            whole = abs(s - round(s)) <= 0.01 and s > -1.5
+            times = f"it is added {s + 1:.0f} times" if whole else "it is scaled"
             yield f"the outputs differ from the reference by {s:.2f} times {name}, in every row: {times}"
         s = factor(a - value, r - value)
         if scene.left(a, value + s * (r - value), r) <= LEFT:
@@ -512,7 +552,7 @@ def dropped(scene: Scene) -> Iterator[str]:
     share = (~kept & (r != 0)).double().mean().item()
     if 0 < share < 1:
         s = factor(a[kept], r[kept])
-        if scene.left(a, s * r * kept, r) <= LEFT:
+        if scene.left(a, s * r * kept, r) <= LEFT and abs(s * (1 - share) - 1) <= 0.05:
             yield f"{share:.1%} of the outputs are zero and the rest {s:.3f}x the reference: dropout is on"
 
 
@@ -538,21 +578,32 @@ def own_loss(scene: Scene) -> Iterator[str]:
 
 
 def other_loss(scene: Scene) -> Iterator[str]:
-    """The outputs agree, so the target or the loss function is another."""
+    """The outputs agree, so the loss was averaged wrongly, or the target or the loss function is another."""
     rank = scene.ranks[0]
     expected = scene.r(rank)
-    if expected is None or not scene.reference:
+    if expected is None:
+        return
+    owns = {
+        m["dp_rank"]: losses[scene.step - 1][1]
+        for m, losses in zip(scene.metadata, scene.losses, strict=True)
+    }
+    mean, right = sum(owns.values()) / len(owns), expected.item()
+    if abs(mean - right) <= 1e-5 * abs(right):
+        yield (
+            f"the mean of the {len(owns)} replicas' own losses is the reference, {mean:.6g}, but on "
+            f"{who(scene)} the global loss is {scene.a(rank).item():.6g}: averaged over other ranks, or "
+            "changed later"
+        )
         return
     outputs, theirs = scene.a(rank, "outputs", "output"), scene.r(rank, "outputs", "output")
     if outputs.shape != theirs.shape:
         return
     error = ((outputs - theirs).norm() / theirs.norm()).item()
-    off = abs(scene.a(rank).item() / expected.item() - 1) if expected.item() else float("inf")
+    off = abs(scene.a(rank).item() / right - 1) if right else float("inf")
     if error < 0.01 * off:
         yield (
             f"the outputs agree to {error:.1e}, but the loss is off by {off:.2%}: the target, or the loss "
-            "function, "
-            "is another"
+            "function, is another"
         )
 
 
@@ -562,30 +613,50 @@ def other_loss(scene: Scene) -> Iterator[str]:
 def no_gradient(scene: Scene) -> Iterator[str]:
     """The parameter is frozen."""
     rank = scene.ranks[0]
-    if scene.a(rank) is None:
-        steps = scene.actual(rank)
-        names = sorted(
-            {name for kind, name in (scene.reference or scene.actual)(rank)[1] if kind == "gradients"}
-        )
-        absent = [name for name in names if ("gradients", name) not in steps[1]]
-        moved = [
-            name
-            for name in absent
-            if not torch.equal(
-                scene.a(rank, "parameters", name, 0), scene.a(rank, "parameters", name, len(steps) - 1)
-            )
-        ]
-        what = "and do not change" if not moved else f"yet {moved[0]} changes"
-        yield (
-            f"{', '.join(absent)} get no gradient in {len(steps) - 1} of {len(steps) - 1} steps {what}: "
-            "frozen (requires_grad is False)"
-        )
+    if scene.a(rank) is not None:
+        return
+    steps, expected = scene.actual(rank), (scene.reference or scene.actual)(0)
+    names = [
+        name for kind, name in expected[1] if kind == "parameters" and ("gradients", name) in expected[1]
+    ]
+    absent = [name for name in names if ("gradients", name) not in steps[scene.step]]
+    if not absent:
+        return
+    count = sum(("gradients", absent[0]) not in tensors for tensors in steps[1:])
+    keys = [("parameters", name) for name in absent]
+    moved = [
+        name
+        for _, name in keys
+        if not torch.equal(steps[0]["parameters", name], steps[-1]["parameters", name])
+    ]
+    what = f"yet {', '.join(moved)} change" if moved else "and the values do not change"
+    yield (
+        f"{who(scene)}: no gradient of {', '.join(absent)} in {count} of {len(steps) - 1} steps, {what}: "
+        "frozen (requires_grad is False)"
+    )
+
+
+def odd_ranks(scene: Scene) -> Iterator[str]:
+    """Most ranks have the right gradients: it is no mistake of the plan."""
+    others = len(scene.metadata) - len(scene.ranks)
+    if not scene.reference or others <= len(scene.ranks):
+        return
+    a, r = scene.a(scene.ranks[0]), scene.r(scene.ranks[0])
+    if a is None or r is None or a.shape != r.shape:
+        return
+    count = int(((a - r).abs() > 16 * scene.eps() * r.abs().max()).sum())
+    yield (
+        f"gradients {scene.name} are wrong on {who(scene)} alone, in {count} of {a.numel()} elements, and "
+        f"right on the other {others}: not the plan, but something that happened there"
+    )
 
 
 def not_reduced(scene: Scene) -> Iterator[str]:
     """Ranks hold different gradients, whose mean is right: no reduction, or over a smaller group."""
     everyone = range(len(scene.metadata))
     tensors = [scene.a(rank) for rank in everyone]
+    if any(tensor is None for tensor in tensors):
+        return
     groups: list[list[int]] = []
     for rank in everyone:
         for group in groups:
@@ -607,14 +678,18 @@ def not_reduced(scene: Scene) -> Iterator[str]:
         else f"{what} agree only within the groups of ranks {listed}"
     )
     if r is None:
-        yield f"{how}: not reduced over all replicas"
+        odd = sorted(groups, key=len)[:-1]
+        if len(groups) == 2 and len(odd[0]) * 2 < len(tensors):
+            yield f"{what} of {numbered('rank', odd[0])} differ from those of all other ranks, which agree"
+        else:
+            yield f"{how}: not reduced over all replicas"
         return
     rank = scene.ranks[0]
     for text, total in (("mean", sum(tensors) / len(tensors)), ("sum", sum(tensors))):
         rest = scene.left(tensors[rank], tensors[rank] + r - total, r)
         if rest <= LEFT:
             wrong = "not reduced" if alone else "reduced over the wrong group"
-            yield f"{how}, and their {text} over all ranks is the reference (leaves {rest:.0e}): {wrong}"
+            yield f"{how}, and their {text} over all ranks is the reference{but(rest)}: {wrong}"
     mean = sum(tensors) / len(tensors)
     s = factor(mean, r)
     if scene.left(mean, s * r, r) <= LEFT and meaning(s, scene, rank):
@@ -633,9 +708,8 @@ def accumulated(scene: Scene) -> Iterator[str]:
         rest = scene.left(a, r + before, r)
         if rest <= LEFT:
             yield (
-                f"gradients of step {scene.step} are the reference plus those of step {scene.step - 1} "
-                "(leaves "
-                f"{rest:.0e}): they were not cleared by zero_grad"
+                f"gradients of step {scene.step} are the reference plus those of step {scene.step - 1}"
+                f"{but(rest)}: they were not cleared by zero_grad"
             )
 
 
@@ -646,10 +720,7 @@ def earlier_gradient(scene: Scene) -> Iterator[str]:
     if r is not None and before is not None:
         rest = scene.left(a, before, r)
         if rest <= LEFT:
-            yield (
-                f"gradients of step {scene.step} are those of step {scene.step - 1} (leaves {rest:.0e}): "
-                "stale"
-            )
+            yield (f"gradients of step {scene.step} are those of step {scene.step - 1}{but(rest)}: stale")
 
 
 # ---------------------------------------------------------------- updates
@@ -710,6 +781,8 @@ def update(scene: Scene) -> Iterator[str]:
     if scene.step > 1:
         earlier = scene.a(rank, "deltas", step=scene.step - 1)
         stale = scene.a(rank, "gradients", step=scene.step - 1)
+        if earlier is None or stale is None:
+            return
         if first["optimizer"] == "SGD" and explains(-first["learning_rate"] * stale):
             yield (
                 f"the update of step {scene.step} is -learning rate x the gradient of step "
@@ -718,13 +791,13 @@ def update(scene: Scene) -> Iterator[str]:
             )
             return
         momentum = factor(delta - expected, earlier)
-        if explains(expected + momentum * earlier):
+        if 0 < momentum <= 1 and explains(expected + momentum * earlier):
             yield (
                 f"the update is {of} plus {momentum:.3f} times the last update: momentum {momentum:.2f} is on"
             )
             return
     decay = factor(delta - expected, -first["learning_rate"] * before)
-    if explains(expected - decay * first["learning_rate"] * before):
+    if decay > 0 and explains(expected - decay * first["learning_rate"] * before):
         yield (
             f"the update is {of} minus {decay:.3g} x learning rate x parameter: weight decay {decay:.2g} "
             "is on"
@@ -736,7 +809,7 @@ def update(scene: Scene) -> Iterator[str]:
         steps[0]["parameters", scene.name].dtype
     ).eps * before.abs().max()
     count = int(strange.sum())
-    if count * 1000 < strange.numel():
+    if 0 < count * 1000 < strange.numel():
         index = tuple(torch.nonzero(strange)[0].tolist())
         after = scene.a(rank, "parameters")[index].item()
         yield (
@@ -751,9 +824,4 @@ def update(scene: Scene) -> Iterator[str]:
             f"every element of {scene.name} moves by about {size.mean():.3g}, whatever its gradient: an "
             "optimizer "
             "such as Adam, not plain SGD"
-        )
-    elif first["optimizer"] == "SGD":
-        share = difference / delta.norm().item()
-        yield (
-            f"{share:.0%} of the update of {scene.name} does not follow {of}: the optimizer is not plain SGD"
         )

@@ -469,3 +469,36 @@ def test_works_without_diagnosis_and_says_so(pair, tmp_path):
     )
     assert done.status == 2
     assert "error: --report takes report_training.py, which is not beside this script" in done.err
+
+
+@pytest.mark.parametrize("change", [-1.0, 0.0, 2.0])
+def test_small_bfloat16_gradient_beside_a_large_one_is_compared(change):
+    generator = torch.Generator().manual_seed(0)
+    small = (0.05 * torch.randn(64, generator=generator)).bfloat16()
+
+    def steps(gradient):
+        parameters = {
+            ("parameters", "a"): torch.ones(64).bfloat16(),
+            ("parameters", "b"): torch.ones(64).bfloat16(),
+        }
+        frozen = {("parameters", "c"): torch.ones(64)}
+        gradients = {("gradients", "b"): gradient, ("gradients", "a"): torch.ones(64).bfloat16()}
+        return [parameters | frozen, {("outputs", "output"): torch.ones(4)} | gradients | parameters | frozen]
+
+    comparison = compare_training.Comparison(compare_training.DEFAULT, any_type=False)
+    left, right = steps(small), steps(small * change)
+    fresh = [set(tensors) for tensors in left]
+    assert comparison.add({"rank": 0, "dp_rank": 0}, left, right, fresh, [{}, {}]) == 1
+
+
+def test_frozen_parameter_in_a_coarser_type_loosens_nothing():
+    def steps(factor):
+        parameters = {("parameters", "a"): torch.ones(64), ("parameters", "q"): torch.ones(64).bfloat16()}
+        gradients = {("gradients", "a"): torch.linspace(0.1, 1, 64) * factor}
+        computed = {("outputs", "output"): torch.ones(4) * factor}
+        return [parameters, computed | gradients | parameters]
+
+    comparison = compare_training.Comparison(compare_training.DEFAULT, any_type=False)
+    left, right = steps(1.0), steps(1.001)
+    fresh = [set(tensors) for tensors in left]
+    assert comparison.add({"rank": 0, "dp_rank": 0}, left, right, fresh, [{}, {}]) == 2

@@ -141,6 +141,71 @@ def test_both_runs_are_checked_beside_the_comparison(runs, copy, check):
     assert "Broken invariant: nonzero (actual run)" in out
 
 
+def own_loss(value):
+    def edit(content):
+        for item in content["records"]:
+            item["local_loss"] = value
+
+    return edit
+
+
+def silent_replica(content):
+    for item in content["records"]:
+        item["output"].zero_()
+
+
+def restless(content):
+    for step, item in enumerate(content["records"]):
+        for kind in ("gradients", "deltas"):
+            del item[kind]["0.bias"]
+        item["parameters"]["0.bias"] = item["parameters"]["0.bias"] + step
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "words"),
+    [
+        (2, own_loss(float("inf")), "rank 2, step 1, losses global loss: the rank's own loss is inf"),
+        (1, silent_replica, "rank 1, step 1, outputs output: all zero at every step"),
+        (3, lambda c: c["records"][0].update(output=torch.ones(100, 128)), "its shape is [100, 128]"),
+        (
+            None,
+            gradient(0, "2.bias", lambda g: g + torch.inf),
+            "ranks 0-3, step 1, gradients 2.bias[0]: it is inf",
+        ),
+        (None, restless, "ranks 0-3, step 1, parameters 0.bias: it changes, though it has no gradient"),
+    ],
+)
+def test_what_hides_from_simpler_checks(copy, check, rank, change, words):
+    directory = copy("ddp")
+    edit_all(directory, change) if rank is None else edit(directory, rank, change)
+    status, out, _ = check(directory)
+    assert status == 1
+    assert words in out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c["metadata"].update(dp_rank=7), "dp_rank is 7 of dp_degree 4"),
+        (lambda c: c["metadata"].update(dp_rank=-1), "dp_rank is -1 of dp_degree 4"),
+        (lambda c: c["metadata"].update(dp_degree=True), "dp_degree is missing or no whole number"),
+        (lambda c: c["metadata"].update(dp_rank=0), "name 1 data-parallel replicas, dp_degree is 4"),
+        (lambda c: c["metadata"].update(learning_rate=None), "learning_rate is None, expected a number"),
+        (
+            lambda c: c["records"][0]["parameters"].update({"2.bias": None}),
+            "another shape than the parameter",
+        ),
+        (lambda c: c["records"][0].update(slack=[1]), "slack is no dictionary"),
+    ],
+)
+def test_impossible_metadata_and_records_are_invalid_input(copy, check, change, words):
+    directory = copy("ddp")
+    edit_all(directory, change)
+    status, _, err = check(directory)
+    assert status == 2
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err, err
+
+
 def test_json_holds_what_was_found(runs, copy, check, tmp_path):
     directory = copy("ddp")
     edit(directory, 2, gradient(1, "2.bias", lambda g: g + torch.nan))

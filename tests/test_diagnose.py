@@ -1,0 +1,86 @@
+"""The likely cause: none where nothing explains the values, and right words for edited real runs.
+
+The bank in tests/silent_bugs holds real faulty runs; here are the faults that have no such run.
+"""
+
+import pytest
+import torch
+from conftest import RANKS, copy_run, edit, edit_all
+
+NOISE = torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def cause(runs, tmp_path, compare, oracle):
+    """Edit a copy of a run, on one rank or all, and return the likely cause that is printed."""
+
+    def call(change, rank=None, mode="ddp"):
+        directory = copy_run(runs(mode).directory, tmp_path / "actual")
+        edit_all(directory, change) if rank is None else edit(directory, rank, change)
+        arguments = ["--reference-dir", oracle("eager"), "--actual-dir", directory]
+        done = compare(*arguments, "--world-size", RANKS)
+        assert done.status == 1 and "warning" not in done.err, done.err
+        return next(line for line in done.out.splitlines() if line.startswith("Likely cause: "))[14:]
+
+    return call
+
+
+def tensor(kind, name, change, step=0):
+    def edit(content):
+        values = content["records"][step][kind][name]
+        values.copy_(change(values))
+
+    return edit
+
+
+def initial(name, change):
+    return lambda content: content["records"][0]["initial"].update(
+        {name: change(content["records"][0]["initial"][name].clone())}
+    )
+
+
+def spoil(values):
+    values[3] = 1000.0
+    return values
+
+
+def noisy(values):
+    return values + 0.1 * values.abs().max() * torch.randn(values.shape, generator=NOISE)
+
+
+@pytest.mark.parametrize(
+    ("change", "rank", "words"),
+    [
+        (
+            tensor("gradients", "2.weight", lambda g: g.clone().index_fill_(0, torch.tensor([5]), 7.0)),
+            2,
+            "wrong on rank 2 alone, in 256 of 32768 elements, and right on the other 3",
+        ),
+        (tensor("gradients", "0.weight", lambda g: g[:, torch.arange(127, -1, -1)]), None, "not known"),
+        (tensor("gradients", "0.weight", noisy), None, "not known"),
+        (tensor("parameters", "2.weight", noisy), 2, "not known"),
+        (initial("2.bias", spoil), None, "not known"),
+        (lambda c: c["records"][0].update(output=c["records"][0]["output"] + 0.1), None, "not known"),
+        (lambda c: c["records"][0].update(output=c["records"][0]["output"].clamp(min=0)), None, "not known"),
+        (
+            lambda c: c["records"][1].update(loss=c["records"][1]["loss"] * 1.01),
+            1,
+            "the mean of the 4 replicas' own losses is the reference",
+        ),
+        (tensor("gradients", "2.weight", lambda g: g * 0.37), None, "not known"),
+    ],
+)
+def test_cause_is_right_or_not_named(cause, change, rank, words):
+    assert words in cause(change, rank)
+
+
+def test_transposed_square_matrix_is_named():
+    import diagnose_training
+
+    right = torch.randn(8, 8, generator=NOISE)
+    key = "gradients", "w"
+    steps = [{("parameters", "w"): right}, {key: right.T.contiguous()}]
+    expected = [{("parameters", "w"): right}, {key: right}]
+    metadata = [{"dp_degree": 1, "tp_degree": 1, "world_size": 1, "dp_rank": 0, "optimizer": "SGD"}]
+    found = diagnose_training.find_cause((1, *key), [0], lambda _: steps, lambda _: expected, metadata, [[]])
+    assert "gradients w is transposed" in found
