@@ -320,8 +320,8 @@ def check_same_parameters(left: Steps, right: Steps, names: tuple[str, str]) -> 
             raise InputError(
                 f"step {step}: parameter {name} is in only one of {' and '.join(names)}; run both anew"
             )
-        for key in one.keys() & other.keys():
-            if key[0] != "outputs" and one[key].shape != other[key].shape:
+        for key in one:
+            if key[0] != "outputs" and key in other and one[key].shape != other[key].shape:
                 raise InputError(
                     f"step {step}: {' '.join(key)} is {tuple(one[key].shape)} in {names[0]}, "
                     f"{tuple(other[key].shape)} in {names[1]}; run both anew"
@@ -513,9 +513,8 @@ class RunChecks:
                 self.checked["outputs"] += 1
                 theirs, message = outputs[step - 1], None
                 if output.shape != theirs.shape:
-                    message = (
-                        f": its shape is {list(output.shape)}, that of replica {other} {list(theirs.shape)}"
-                    )
+                    if other == 0:  # told once, of the replica that differs from the first
+                        message = f": its shape is {list(output.shape)}, replica 0's {list(theirs.shape)}"
                 elif (wide(output) - wide(theirs)).abs().max() <= NEGLIGIBLE * wide(theirs).abs().max():
                     message = f": the same as those of replica {other}: both got the same samples"
                 if message:
@@ -658,7 +657,7 @@ class Comparison:
         self.scores.append([])
         # The unit is that of the model and of what the reference computed: autocast that only the run in
         # question used is a difference.
-        computed = [] if self.any_type else [t for (kind, _), t in expected[1].items() if kind != "losses"]
+        computed = [] if self.any_type else [t for (kind, _), t in expected[1].items() if kind in KINDS[::2]]
         eps = eps_of(*trained(steps), *computed)
         for step, (left, right) in enumerate(zip(expected, steps, strict=True)):
             worst = 0.0

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, copy_run, run
 
 MODES = ("ddp", "fsdp", "tp", "simplefsdp-tp")
 
@@ -46,18 +46,15 @@ def test_a_modes_chain_and_what_is_not_run_again(make):
     assert len(logs) == 1 and "PASS rank=1 mode=ddp world_size=2" in logs[0]
 
     # What a device would take the place of: a second run, both held against the oracle, too.
-    done = make("device-ddp", "compare-ddp", "report")
+    copy_run(make.directory / "results" / "cpu-ddp", make.directory / "results" / "ddp")
+    done = make("compare-ddp", "report")
     assert done.status == 0, done.out + done.err
-    assert completed(done) == ["ddp"] and "oracle-eager:" not in done.out
+    assert "== oracle-eager:" not in done.out
     assert re.search(r"against the oracle +cpu \(reference\) +cpu \(actual\) +ratio\n", done.out)
     assert re.search(r"gradients +[\d.]+ eps +[\d.]+ eps +1\.00\n", done.out)
     assert "PASS comparison ranks=2 steps=2\n" in done.out
     page = (make.directory / "results" / "report.html").read_text()
-    assert "compare-ddp" in page or page.count("<section") >= 2
-
-    mismatch = make("compare-ddp", "RANKS=1")
-    assert mismatch.status != 0
-    assert "error: results/ddp holds rank-1.pt, too many for --world-size 1" in mismatch.err
+    assert "results/cpu-ddp" in page and "results/oracle-eager" in page
 
     # From here on a launcher that only says what it would start: is the reference made again?
     def launches(*settings):
@@ -82,7 +79,7 @@ def test_a_modes_chain_and_what_is_not_run_again(make):
     last.unlink()  # a run that was cut off has no rank-0.pt, whatever else it wrote
     assert launches("STEPS=1")
 
-    for name in ("keep.txt", "ddp/rank-7.pt", "logs/ddp/thesis.txt"):
+    for name in ("keep.txt", "ddp/rank-7.pt", "logs/thesis.txt"):
         (make.directory / "results" / name).write_text("mine")
     done = make("clean")
     assert (done.status, done.out, done.err) == (0, "", "")
