@@ -115,14 +115,14 @@ def find_ranks(directory: Path, world_size: int) -> None:
     if len(names) < world_size:
         missing = next(rank for rank in range(world_size) if f"rank-{rank}.pt" not in names)
         raise InputError(
-            f"{directory} has {len(names)} of {world_size} rank files, rank-{missing}.pt is missing: "
-            "the run did not finish, or --world-size is wrong"
+            f"{directory} has {len(names)} of {world_size} rank files, rank-{missing}.pt is missing: the "
+            "run did not finish, or --world-size is wrong"
         )
     extra = names - {f"rank-{rank}.pt" for rank in range(world_size)}
     if extra:
         raise InputError(
-            f"{directory} holds {min(extra)}, too many for --world-size {world_size}: "
-            "give the world size of the run"
+            f"{directory} holds {min(extra)}, too many for --world-size {world_size}: give the world size "
+            "of the run"
         )
 
 
@@ -147,8 +147,8 @@ def load_rank(directory: Path, rank: int, world_size: int) -> dict:
     for name, expected in (("rank", rank), ("world_size", world_size)):
         if metadata[name] != expected:
             raise InputError(
-                f"{path} says {name} {metadata[name]!r}, expected {expected!r}: "
-                "files were renamed or swapped, or --world-size is wrong"
+                f"{path} says {name} {metadata[name]!r}, expected {expected!r}: files were renamed or "
+                "swapped, or --world-size is wrong"
             )
     if not records or len(records) != metadata["steps"]:
         raise InputError(f"{path} has {len(records)} step records, expected {metadata['steps']}")
@@ -301,8 +301,8 @@ def check_same_job(reference: Run, actual: Run) -> None:
     for key in SAME_JOB:
         if first[key] != second[key] and not (reference.whole and key in LAYOUT):
             raise InputError(
-                f"the runs differ in {key}: reference {first[key]!r}, actual {second[key]!r}; "
-                "run both with the same settings"
+                f"the runs differ in {key}: reference {first[key]!r}, actual {second[key]!r}; run both with "
+                "the same settings"
             )
     if None is not first.get("saved_at") == second.get("saved_at"):
         raise InputError("the two directories hold the same run, one is a copy; give two runs")
@@ -430,8 +430,8 @@ def compare_tensor(
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), r.shape))
     message = (
         f"{position(index)}: reference {r[index].item():.9g}, actual {a[index].item():.9g}, difference "
-        f"{error[index]:.3g}, allowed {allowed[index] if allowed.dim() else allowed:.3g}; "
-        f"{int(bad.sum())} of {r.numel()} elements differ, the norm by {relative:.3g} eps"
+        f"{error[index]:.3g}, allowed {allowed[index] if allowed.dim() else allowed:.3g}; {int(bad.sum())} "
+        f"of {r.numel()} elements differ, the norm by {relative:.3g} eps"
     )
     return Result(False, score, relative, needed, needed_norm, message)
 

@@ -224,8 +224,8 @@ def not_finite(scene: Scene) -> Iterator[str]:
             count = int((~torch.isfinite(tensor)).sum())
             yield (
                 f"the first value that is not finite in the {which} is in {scene.kind} {scene.name} of step "
-                f"{scene.step}, on {who(scene)}: {count} of {tensor.numel()} elements; everything before "
-                "is finite"
+                f"{scene.step}, on {who(scene)}: {count} of {tensor.numel()} elements; everything before is "
+                "finite"
             )
 
 
@@ -339,9 +339,8 @@ def rounded(scene: Scene) -> Iterator[str]:
     if tensor.dtype in (torch.bfloat16, torch.float16) and parameter.dtype != tensor.dtype:
         types = str(tensor.dtype).removeprefix("torch."), str(parameter.dtype).removeprefix("torch.")
         yield (
-            f"{scene.kind} {scene.name}: all {tensor.numel()} values are of type {types[0]}, the "
-            "parameters of "
-            f"type {types[1]}: computed in {types[0]}, such as under autocast"
+            f"{scene.kind} {scene.name}: all {tensor.numel()} values are of type {types[0]}, the parameters "
+            f"of type {types[1]}: computed in {types[0]}, such as under autocast"
         )
     if tensor.dtype not in (torch.float32, torch.float64):
         return
@@ -358,8 +357,7 @@ def rounded(scene: Scene) -> Iterator[str]:
                 name = str(dtype).removeprefix("torch.")
                 yield (
                     f"{scene.kind} {scene.name}: all {len(value)} values are exact in {name}, of the "
-                    "reference's "
-                    f"{share:.1%}: computed or reduced in {name}"
+                    f"reference's {share:.1%}: computed or reduced in {name}"
                 )
 
 
@@ -382,8 +380,7 @@ def other_start(scene: Scene) -> Iterator[str]:
             verb, why = "start", "seeds of their own, and no broadcast"
         yield (
             f"{who(scene)} {verb} from other values of {scene.name} (correlation {worst:.2f} with the "
-            "expected, "
-            f"the same spread): {why}"
+            f"expected, the same spread): {why}"
         )
 
 
@@ -399,8 +396,7 @@ def uneven_slices(scene: Scene) -> Iterator[str]:
     if len(set(rows.values())) > 1:
         yield (
             f"the replicas have {min(rows.values())} to {max(rows.values())} samples (replica 0 has "
-            f"{rows[0]}): the "
-            "slices are uneven, and a mean over replicas weighs them equally"
+            f"{rows[0]}): the slices are uneven, and a mean over replicas weighs them equally"
         )
 
 
@@ -453,8 +449,8 @@ def other_samples(scene: Scene) -> Iterator[str]:
         s = shifts[k]
         yield (
             f"the outputs of replica {k} are those of rows {k * rows + s} to {k * rows + s + rows - 1} of "
-            "the batch, "
-            f"expected {k * rows} to {k * rows + rows - 1}: its slice is shifted by {s}, slices overlap"
+            f"the batch, expected {k * rows} to {k * rows + rows - 1}: its slice is shifted by {s}, slices "
+            "overlap"
         )
 
 
@@ -488,8 +484,7 @@ def other_step(scene: Scene) -> Iterator[str]:
         )
         yield (
             f"the outputs of step {scene.step} are those of step {step}'s batch (they leave "
-            f"{distance[step]:.1%} of "
-            f"the difference): {why}"
+            f"{distance[step]:.1%} of the difference): {why}"
         )
 
 
@@ -510,9 +505,8 @@ def partial_sum(scene: Scene) -> Iterator[str]:
         if scene.left(scene.a(rank), scene.a(rank) + r - (total - (tp - 1) * value), r) <= LEFT:
             also = f" (with {name} in each of them)" if name else ""
             yield (
-                f"each tensor-parallel rank has its own outputs, and their sum over the {tp} ranks{also} "
-                "is the "
-                "reference: the output was not reduced"
+                f"each tensor-parallel rank has its own outputs, and their sum over the {tp} ranks{also} is "
+                "the reference: the output was not reduced"
             )
 
 
@@ -571,9 +565,8 @@ def own_loss(scene: Scene) -> Iterator[str]:
     if same and len(owns) > 1 and right and max(owns.values()) > min(owns.values()):
         known = "" if expected is None else ", which is the reference"
         yield (
-            f"the losses are each replica's own, {min(owns.values()):.6g} to {max(owns.values()):.6g}: "
-            "they were not "
-            f"averaged over the {len(owns)} replicas (their mean is {mean:.6g}{known})"
+            f"the losses are each replica's own, {min(owns.values()):.6g} to {max(owns.values()):.6g}: they "
+            f"were not averaged over the {len(owns)} replicas (their mean is {mean:.6g}{known})"
         )
 
 
@@ -695,8 +688,7 @@ def not_reduced(scene: Scene) -> Iterator[str]:
     if scene.left(mean, s * r, r) <= LEFT and meaning(s, scene, rank):
         yield (
             f"{how}, and their mean over all ranks is {s:.2f}x the reference: {meaning(s, scene, rank)}, "
-            "and at least "
-            "once not reduced"
+            "and at least once not reduced"
         )
 
 
@@ -708,8 +700,8 @@ def accumulated(scene: Scene) -> Iterator[str]:
         rest = scene.left(a, r + before, r)
         if rest <= LEFT:
             yield (
-                f"gradients of step {scene.step} are the reference plus those of step {scene.step - 1}"
-                f"{but(rest)}: they were not cleared by zero_grad"
+                f"gradients of step {scene.step} are the reference plus those of step "
+                f"{scene.step - 1}{but(rest)}: they were not cleared by zero_grad"
             )
 
 
@@ -720,7 +712,7 @@ def earlier_gradient(scene: Scene) -> Iterator[str]:
     if r is not None and before is not None:
         rest = scene.left(a, before, r)
         if rest <= LEFT:
-            yield (f"gradients of step {scene.step} are those of step {scene.step - 1}{but(rest)}: stale")
+            yield f"gradients of step {scene.step} are those of step {scene.step - 1}{but(rest)}: stale"
 
 
 # ---------------------------------------------------------------- updates
@@ -786,8 +778,7 @@ def update(scene: Scene) -> Iterator[str]:
         if first["optimizer"] == "SGD" and explains(-first["learning_rate"] * stale):
             yield (
                 f"the update of step {scene.step} is -learning rate x the gradient of step "
-                f"{scene.step - 1}: the "
-                "step is taken before the gradient has arrived"
+                f"{scene.step - 1}: the step is taken before the gradient has arrived"
             )
             return
         momentum = factor(delta - expected, earlier)
@@ -799,8 +790,8 @@ def update(scene: Scene) -> Iterator[str]:
     decay = factor(delta - expected, -first["learning_rate"] * before)
     if decay > 0 and explains(expected - decay * first["learning_rate"] * before):
         yield (
-            f"the update is {of} minus {decay:.3g} x learning rate x parameter: weight decay {decay:.2g} "
-            "is on"
+            f"the update is {of} minus {decay:.3g} x learning rate x parameter: weight decay {decay:.2g} is "
+            "on"
         )
         return
     size = delta.abs()
@@ -822,6 +813,5 @@ def update(scene: Scene) -> Iterator[str]:
     if even < 0.1:
         yield (
             f"every element of {scene.name} moves by about {size.mean():.3g}, whatever its gradient: an "
-            "optimizer "
-            "such as Adam, not plain SGD"
+            "optimizer such as Adam, not plain SGD"
         )
