@@ -963,6 +963,9 @@ def print_tables(summary: dict) -> None:
         needed = f"--rtol {1.05 * row['needed_rtol']:.1e} --norm-eps {1.05 * row['needed_norm_eps']:.2g}"
         error = f"{row['eps']:.3g} eps"
         print(f"{row['kind']:12}{row['compared']:9}{row['mismatched']:12}{error:>16}   {needed}")
+    if summary["kinds"]:
+        rtol, norm_eps = (max(row[n] for row in summary["kinds"]) for n in ("needed_rtol", "needed_norm_eps"))
+        print(f"{'all':49}   --rtol {1.05 * rtol:.1e} --norm-eps {1.05 * norm_eps:.2g}")
     for row in summary["tensors"]:
         if row["negligible"]:
             print(
@@ -972,8 +975,8 @@ def print_tables(summary: dict) -> None:
         labels = [f"{summary[name]['label']} ({name})" for name in ("reference", "actual")]
         print(f"\n{'against the oracle':20}{labels[0]:>18}{labels[1]:>18}{'ratio':>8}")
         for row in summary["oracle_errors"]:
-            errors = [f"{row[name]:.3g} eps" for name in ("reference_eps", "actual_eps")]
-            ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            errors = [f" {row[name]:.3g} eps" for name in ("reference_eps", "actual_eps")]
+            ratio = "-" if row["ratio"] is None else f" {row['ratio']:.3g}"
             print(f"{row['kind']:20}{errors[0]:>18}{errors[1]:>18}{ratio:>8}")
     print()
     for run in dict.fromkeys(row["run"] for row in summary["invariants"]):
@@ -1075,7 +1078,11 @@ def parse_arguments() -> argparse.Namespace:
     option = parser.add_argument
     option("--reference-dir", type=Path, help="the trusted run: of as many ranks, or of one (the oracle's)")
     option("--actual-dir", type=Path, required=True, help="the run in question")
-    option("--oracle-dir", type=Path, help="also show the errors of both runs against this run of one rank")
+    option(
+        "--oracle-dir",
+        type=Path,
+        help="a run of one rank: shows both runs' errors against it, allows its slack",
+    )
     option("--world-size", type=int, required=True, help="ranks of the run in question")
     option("--rtol", type=number, help=f"default: {ELEMENT_EPS:g} eps of the dtype")
     option("--atol", type=number, help="default: rtol times the largest magnitude in the reference tensor")

@@ -122,6 +122,8 @@ def find_cause(
         "parameters": (not_finite, shards, other_start, scaled) if first[0] == 0 else (not_finite, update),
         "deltas": (no_gradient, not_finite, update),
     }
+    if reference and only_rounding(scene):
+        return "rounding: the runs differ by no more than two right computations do, the tolerance is tighter"
     for hypothesis in hypotheses[first[1]]:
         for cause in hypothesis(scene):
             return cause
@@ -211,6 +213,19 @@ def meaning(s: float, scene: Scene, rank: int, every: bool = True) -> str | None
     if not texts and every and scene.kind == "gradients" and power >= 4 and scene.same(s, 2**power):
         texts = [f"a loss scale of {2**power:.0f} that was not removed"]
     return ", or ".join(dict.fromkeys(texts)) or None
+
+
+def only_rounding(scene: Scene) -> bool:
+    """Say whether the difference is so small that rounding explains it, and any prediction would."""
+    for rank in scene.ranks:
+        a, r = scene.a(rank), scene.r(rank)
+        if a is None or r is None or a.shape != r.shape or not torch.isfinite(a).all():
+            return False
+        # A delta has the rounding of its parameter, of which right ones use a quarter of an eps.
+        scale = scene.r(rank, "parameters") if scene.kind == "deltas" else ROUNDING_EPS * r
+        if not (a - r).norm() <= scene.eps() * scale.norm():
+            return False
+    return True
 
 
 # ---------------------------------------------------------------- hypotheses for any tensor
@@ -526,7 +541,7 @@ def bias(scene: Scene) -> Iterator[str]:
         return
     for name, value in _vectors(scene, rank):
         s = factor(a - r, value.expand_as(r))
-        if scene.left(a, r + s * value, r) <= LEFT:
+        if abs(s) > SAME_FACTOR and scene.left(a, r + s * value, r) <= LEFT:
             whole = abs(s - round(s)) <= 0.01 and s > -1.5
             times = f"it is added {s + 1:.0f} times" if whole else "it is scaled"
             yield f"the outputs differ from the reference by {s:.2f} times {name}, in every row: {times}"

@@ -84,3 +84,10 @@ def test_transposed_square_matrix_is_named():
     metadata = [{"dp_degree": 1, "tp_degree": 1, "world_size": 1, "dp_rank": 0, "optimizer": "SGD"}]
     found = diagnose_training.find_cause((1, *key), [0], lambda _: steps, lambda _: expected, metadata, [[]])
     assert "gradients w is transposed" in found
+
+
+def test_rounding_under_a_tolerance_that_is_too_tight_is_called_rounding(runs, oracle, compare):
+    arguments = ["--reference-dir", oracle("eager"), "--actual-dir", runs("ddp").directory]
+    done = compare(*arguments, "--world-size", RANKS, "--rtol", 1e-8, "--norm-eps", 0.3)
+    assert done.status == 1
+    assert "Likely cause: rounding: the runs differ by no more than two right computations do" in done.out

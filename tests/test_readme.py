@@ -17,7 +17,6 @@ from conftest import ROOT, copy_run, run
 import compare_training
 import oracle_train
 
-pytestmark = pytest.mark.xdist_group("readme")  # its commands build on one another
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     line

@@ -122,7 +122,6 @@ def test_record_collectives_give_what_full_tensor_gives(tmp_path):
 @pytest.mark.parametrize(
     ("copied", "options", "ranks"),
     [
-        (("distributed_train.py",), "--parallelism fsdp", 2),
         (("simplefsdp_tp_train.py",), "--compile-backend aot_eager", 4),
         (("reference_train.py", "distributed_train.py"), "--parallelism tp", 2),
     ],
