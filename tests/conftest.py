@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock  # torch depends on it
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -78,28 +79,26 @@ def edit_all(directory, change):
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     """A function that makes a mode's run when it is first asked for: .directory, .stdout, .imported."""
-    made = {}
+    # Where several pytest processes share the tests, the first to ask makes a run for all of them.
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def make(mode: str) -> SimpleNamespace:
-        if mode not in made:
-            base = tmp_path_factory.mktemp(mode)
-            directory, logs = base / "results", base / "logs"
-            script, *options = SCRIPTS[mode]
-            done = launch(
-                RANKS,
-                logs,
-                ROOT / "tests" / "observe.py",
-                ROOT / script,
-                *options,
-                *cpu_options(RANKS, directory),
-                OBSERVED=str(base),
-            )
-            stderr = "".join(path.read_text() for path in logs.rglob("stderr.log"))
-            assert done.status == 0, done.err + stderr
-            imported = {name for path in base.glob("imports-*") for name in path.read_text().split()}
-            stdout = [path.read_text() for path in logs.rglob("stdout.log")]
-            made[mode] = SimpleNamespace(directory=directory, stdout=stdout, imported=imported)
-        return made[mode]
+        folder = base / f"runs-{mode}"
+        directory, logs = folder / "results", folder / "logs"
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "done").exists():
+                folder.mkdir(exist_ok=True)
+                script, *options = SCRIPTS[mode]
+                options += cpu_options(RANKS, directory)
+                script = ROOT / "tests" / "observe.py", ROOT / script
+                done = launch(RANKS, logs, *script, *options, OBSERVED=str(folder))
+                stderr = "".join(path.read_text() for path in logs.rglob("stderr.log"))
+                assert done.status == 0, done.err + stderr
+                (folder / "done").touch()
+        imported = {name for path in folder.glob("imports-*") for name in path.read_text().split()}
+        stdout = [path.read_text() for path in logs.rglob("stdout.log")]
+        return SimpleNamespace(directory=directory, stdout=stdout, imported=imported)
 
     return make
 
