@@ -453,7 +453,7 @@ class RunChecks:
         self.findings: list[Finding] = []
         self.first: Steps = []  # rank 0's steps
         self.outputs: dict[int, list[torch.Tensor]] = {}  # by replica, of its first rank, for each step
-        self.scales: dict[int, list[float]] = {}  # largest magnitudes of these
+        self.heads: dict[int, torch.Tensor] = {}  # by step: their first elements, a row for each replica
         self.losses: list[tuple[int, list[tuple[float, float]]]] = []  # by rank: replica, (global, own)
         self.nonzero: dict[tuple[Key, int], bool] = {}  # by tensor and the replica whose output it is
         self.not_finite: dict[tuple[int, Key, int], str] = {}
@@ -483,7 +483,6 @@ class RunChecks:
             self._compare_with_other_replicas(rank, steps)
             # Copies: a view of the file would keep all of it in memory.
             self.outputs[replica] = [tensors["outputs", "output"].clone() for tensors in steps[1:]]
-            self.scales[replica] = [wide(output).abs().max().item() for output in self.outputs[replica]]
         fresh = []
         for step, tensors in enumerate(steps):
             fresh.append(set())
@@ -512,27 +511,27 @@ class RunChecks:
         return fresh
 
     def _compare_with_other_replicas(self, rank: int, steps: Steps) -> None:
+        others = list(self.outputs)
         for step, tensors in enumerate(steps[1:], start=1):
-            output = tensors["outputs", "output"]
-            for other, outputs in self.outputs.items():
-                self.checked["outputs"] += 1
-                theirs, message = outputs[step - 1], None
-                if output.shape != theirs.shape:
-                    if other == 0:  # told once, of the replica that differs from the first
-                        message = f": its shape is {list(output.shape)}, replica 0's {list(theirs.shape)}"
-                elif self._near(output, theirs, self.scales[other][step - 1]):
-                    message = f": the same as those of replica {other}: both got the same samples"
-                if message:
-                    self.fail(step, ("outputs", "output"), rank, "outputs", message)
-                    break
-
-    @staticmethod
-    def _near(one: torch.Tensor, other: torch.Tensor, scale: float) -> bool:
-        # A few elements settle it for nearly all of the many pairs of replicas.
-        one, other = one.reshape(-1), other.reshape(-1)
-        return all(
-            (wide(one[:n]) - wide(other[:n])).abs().max() <= NEGLIGIBLE * scale for n in (16, len(one))
-        )
+            output, message = tensors["outputs", "output"], None
+            self.checked["outputs"] += len(others)
+            # The first elements, of all replicas at once, settle it for nearly all pairs.
+            head = torch.zeros(1, 16, dtype=wide(output).dtype)
+            head[0, : output.numel()] = wide(output.reshape(-1)[:16])
+            heads = self.heads.get(step, head[:0])
+            self.heads[step] = torch.cat([heads, head])
+            near = (heads - head).abs().amax(dim=1) <= NEGLIGIBLE * wide(output).abs().max()
+            if others and output.shape != self.outputs[others[0]][step - 1].shape:
+                shape = list(self.outputs[others[0]][step - 1].shape)
+                message = f": its shape is {list(output.shape)}, replica {others[0]}'s {shape}"
+            for other in [other for other, alike in zip(others, near.tolist(), strict=True) if alike]:
+                theirs = self.outputs[other][step - 1]
+                if output.shape == theirs.shape and not message:
+                    error = (wide(output) - wide(theirs)).abs().max()
+                    if error <= NEGLIGIBLE * wide(output).abs().max():
+                        message = f": the same as those of replica {other}: both got the same samples"
+            if message:
+                self.fail(step, ("outputs", "output"), rank, "outputs", message)
 
     def _check_fresh(
         self, place: tuple[int, Key, int], rank: int, tensor: torch.Tensor, twin: torch.Tensor | None
