@@ -8,13 +8,17 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, cpu_options, launch, run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import distributed_train
+import launch as launch_script
+import simplefsdp_tp_train
 import training_common
 from training_common import InputError, add_run_arguments, initialize
 
@@ -215,17 +219,29 @@ def test_launch_without_logs_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "words"),
+    ("ranks", "backend", "words"),
     [
-        (4, ["--compile-backend", "nope"], "--compile-backend nope is not known to torch; use aot_eager"),
-        (6, ["--compile-backend", "aot_eager"], "6 ranks do not divide into groups of TP_DEGREE = 4"),
+        (4, "nope", "--compile-backend nope is not known to torch; use aot_eager"),
+        (6, "aot_eager", "6 ranks do not divide into groups of TP_DEGREE = 4"),
     ],
 )
-def test_simplefsdp_with_wrong_options(tmp_path, ranks, options, words):
-    script = [ROOT / "simplefsdp_tp_train.py", *options]
-    done = launch(ranks, tmp_path / "logs", *script, *cpu_options(ranks, tmp_path / "results"))
-    assert words in failed_launch(done)
-    assert done.status == 2
+def test_simplefsdp_with_wrong_options(started, monkeypatch, capsys, tmp_path, ranks, backend, words):
+    started(*CPU)  # the launcher's environment
+    options = ["--compile-backend", backend, *cpu_options(ranks, tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["simplefsdp_tp_train.py", *options])
+    with pytest.raises(SystemExit) as stop:
+        training_common.run_script(simplefsdp_tp_train.main)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {words}")
+
+
+@pytest.fixture
+def launch_here(call, monkeypatch):
+    """Call launch.py's main in this process, for what it refuses before it starts a rank."""
+    monkeypatch.setattr(launch_script, "start_fork_server", lambda ranks: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return partial(call, launch_script.main, "--standalone")
 
 
 def test_more_ranks_than_a_fork_server_starts_still_run(tmp_path):
@@ -237,44 +253,46 @@ def test_more_ranks_than_a_fork_server_starts_still_run(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "many"])
-def test_launch_of_no_ranks(tmp_path, ranks):
-    done = launch(ranks, tmp_path, ROOT / "distributed_train.py")
+def test_launch_of_no_ranks(launch_here, ranks):
+    done = launch_here("--nproc-per-node", ranks, ROOT / "distributed_train.py")
     assert done.status == 2
     assert ranks in failed_launch(done)
 
 
-def test_a_scripts_own_options_do_not_change_the_launch(tmp_path):
-    (tmp_path / "hello.py").write_text("import sys\nprint('torch preloaded', 'torch' in sys.modules)\n")
-    done = launch(2, tmp_path / "logs", tmp_path / "hello.py", "--nproc-per-node=200")
-    assert (done.status, done.out, done.err) == (0, "", "")
-    logs = [path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/stdout.log")]
-    assert logs == ["torch preloaded True\n"] * 2
+def test_a_scripts_own_options_do_not_change_the_launch(monkeypatch):
+    script = ["hello.py", "--nproc-per-node=200"]
+    for own, ranks in (["--nproc-per-node=2"], 2), (["--nproc_per_node", "3"], 3), ([], 1):
+        monkeypatch.setattr(sys, "argv", ["launch.py", "--standalone", *own, *script])
+        assert launch_script.requested_ranks() == ranks
 
 
 def test_log_of_an_earlier_launch_is_not_blamed(tmp_path):
-    (tmp_path / "fail.py").write_text("import sys\nprint(sys.argv[1], file=sys.stderr)\nsys.exit(3)\n")
-    first = failed_launch(launch(1, tmp_path / "logs", tmp_path / "fail.py", "first"))
-    assert "rank 0 failed first: first; its log:" in first
-    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=1", "--log-dir"]
-    done = run(*command, tmp_path / "logs", tmp_path / "fail.py", "second")
-    assert done.status == 3
-    assert "rank 0 failed first: exit status 3; its messages are above" in done.err
+    failure = ProcessFailure(local_rank=1, pid=7, exitcode=3, error_file="none")
+    log = tmp_path / "launch" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("its last words\n")
+    for started, words in (
+        (log.stat().st_mtime - 1, f"rank 5 failed first: its last words; its log: {log}"),
+        (log.stat().st_mtime + 1, "rank 5 failed first: exit status 3; its messages are above, or use"),
+    ):
+        error = ChildFailedError("fail.py", {5: failure})
+        line, status = launch_script.describe_failure(error, str(tmp_path), started)
+        assert line.startswith(words) and status == 3
 
 
-def test_launch_of_what_is_no_script(tmp_path):
-    assert "there is no script" in failed_launch(launch(2, tmp_path, tmp_path / "absent.py"))
-    assert "use torchrun for -m" in failed_launch(launch(2, tmp_path, "-m", "json.tool"))
+def test_launch_of_what_is_no_script(launch_here, tmp_path):
+    assert "there is no script" in failed_launch(launch_here(tmp_path / "absent.py"))
+    assert "use torchrun for -m" in failed_launch(launch_here("-m", "json.tool"))
 
 
 @pytest.mark.parametrize("option", ["--master-port={}", "--rdzv-backend=c10d --rdzv-endpoint=localhost:{}"])
-def test_launch_on_a_port_that_is_in_use(tmp_path, option):
+def test_launch_on_a_port_that_is_in_use(call, launch_here, tmp_path, option):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        command = [sys.executable, ROOT / "launch.py", *option.format(port).split(), "--nproc-per-node=2"]
-        script = [ROOT / "distributed_train.py", "--parallelism", "ddp"]
-        done = run(*command, *script, *cpu_options(2, tmp_path / "results"), timeout=60)
+        options = [*option.format(port).split(), "--nproc-per-node=2", ROOT / "distributed_train.py"]
+        done = call(launch_script.main, *options, "--parallelism", "ddp", *cpu_options(2, tmp_path))
     assert f"port {port} is in use or no port; name another" in failed_launch(done)
 
 

@@ -411,12 +411,13 @@ def test_usage_errors_are_one_line(verdict):
 
 
 def test_comparison_works_alone_in_an_empty_folder(pair, tmp_path):
+    edit_all(pair[1], lambda content: content["records"][1]["output"].mul_(2))
     (tmp_path / "alone").mkdir()
     shutil.copy(ROOT / "compare_training.py", tmp_path / "alone")
     arguments = ["--reference-dir", pair[0], "--actual-dir", pair[1], "--world-size", RANKS]
     done = run(sys.executable, "-O", "compare_training.py", *arguments, cwd=tmp_path / "alone")
-    assert done.status == 0, done.err
-    assert f"PASS comparison ranks={RANKS} steps={STEPS}" in done.out
+    assert (done.status, done.err) == (1, "")
+    assert "not looked for, diagnose_training.py is not beside this script" in done.out
 
 
 @pytest.mark.parametrize(("noise", "failed"), [(1e-10, 0), (1e-5, 1)])
@@ -456,19 +457,15 @@ def test_zero_at_one_step_is_no_finding(runs, tmp_path, compare_pair):
     assert compare_pair(directories)[0] == 0
 
 
-def test_works_without_diagnosis_and_says_so(pair, tmp_path):
-    (tmp_path / "alone").mkdir()
-    shutil.copy(ROOT / "compare_training.py", tmp_path / "alone")
+def test_works_without_diagnosis_and_says_so(pair, verdict, monkeypatch):
+    monkeypatch.setattr(compare_training, "find_spec", lambda name: None)
     edit_all(pair[1], lambda content: content["records"][0]["output"].mul_(2))
-    arguments = ["--reference-dir", pair[0], "--actual-dir", pair[1], "--world-size", RANKS]
-    done = run(sys.executable, "compare_training.py", *arguments, cwd=tmp_path / "alone")
-    assert done.status == 1
-    assert "not looked for, diagnose_training.py is not beside this script" in done.out
-    done = run(
-        sys.executable, "compare_training.py", *arguments, "--report", "x.html", cwd=tmp_path / "alone"
-    )
-    assert done.status == 2
-    assert "error: --report takes report_training.py, which is not beside this script" in done.err
+    status, out, _ = verdict()
+    assert status == 1
+    assert "not looked for, diagnose_training.py is not beside this script" in out
+    status, _, err = verdict("--report", pair[1].parent / "x.html")
+    assert status == 2
+    assert "error: --report takes report_training.py, which is not beside this script" in err
 
 
 @pytest.mark.parametrize("change", [-1.0, 0.0, 2.0])

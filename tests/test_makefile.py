@@ -95,11 +95,10 @@ def test_parallel_make_runs_one_after_the_other(make):
 
 
 def test_failed_run_ends_the_chain_before_the_comparison(make):
-    done = make("-k", "tp", "RANKS=3")
+    done = make("-k", "tp", "LAUNCH=false")
     assert done.status != 0
-    assert "error: rank" in done.err and "does not divide evenly over 3 tp ranks" in done.err
+    assert "== cpu-tp: " in done.out and completed(done) == []
     assert "compare" not in done.out
-    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("results", ["", "my results"])

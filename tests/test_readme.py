@@ -43,7 +43,16 @@ def test_make_command_is_understood(command):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """A folder with mine.py, and in it one for each script, copied as the README says that one may."""
     folder = tmp_path_factory.mktemp("readme")
+    for script, needed in (
+        ("distributed_train.py", ()),
+        ("reference_train.py", ("distributed_train.py",)),
+        ("simplefsdp_tp_train.py", ()),
+    ):
+        (folder / script).mkdir()
+        for name in ("training_common.py", script, *needed):
+            shutil.copy(ROOT / name, folder / script)
     (script,) = re.findall(r"```python\n(# mine.py\n.*?)```", README, re.DOTALL)
     (folder / "mine.py").write_text(script)
     shutil.copy(ROOT / "training_common.py", folder)
@@ -57,11 +66,12 @@ def test_command_line_works_apart_from_the_rank_count(folder, call, monkeypatch,
     for option in ("--nproc-per-node=", "--world-size "):
         command = command.replace(f"{option}64", f"{option}{ranks}")
     words = shlex.split(command)
+    words = [f"{word}/{word}" if (folder / word / word).is_file() else word for word in words]
+    words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
     if words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
     else:
         words[0] = sys.executable
-    words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
     if not re.search("--world-size|--expected-world-size|oracle_train", command):
         words += ["--expected-world-size", ranks]
     mains = {"compare_training.py": compare_training.main, "oracle_train.py": oracle_train.main}

@@ -1,12 +1,10 @@
 """The four training modes: right losses, right files, and the launch that shares its imports."""
 
-import re
-import shutil
 import sys
 
 import pytest
 import torch
-from conftest import RANKS, ROOT, SCRIPTS, STEPS, cpu_options, launch, run
+from conftest import RANKS, ROOT, SCRIPTS, STEPS, launch, run
 
 import training_common
 from training_common import InputError, make_batch, make_model
@@ -117,28 +115,6 @@ def test_record_collectives_give_what_full_tensor_gives(tmp_path):
     assert done.status == 0, done.err + stderr
     stdout = "".join(path.read_text() for path in tmp_path.rglob("stdout.log"))
     assert stdout.count("records identical") == 4
-
-
-@pytest.mark.parametrize(
-    ("copied", "options", "ranks"),
-    [
-        (("simplefsdp_tp_train.py",), "--compile-backend aot_eager", 4),
-        (("reference_train.py", "distributed_train.py"), "--parallelism tp", 2),
-    ],
-)
-def test_copied_script_works_under_torchrun(tmp_path, copied, options, ranks):
-    for name in ("training_common.py", *copied):
-        shutil.copy(ROOT / name, tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    settings = cpu_options(ranks, "results", steps=1)
-    if copied[0] == "reference_train.py":
-        settings = settings[4:]  # device and backend are its defaults
-    done = run(*torchrun, copied[0], *options.split(), *settings, cwd=tmp_path)
-    assert done.status == 0, done.err
-    assert sorted(re.findall(r"PASS rank=(\d)", done.out)) == [str(rank) for rank in range(ranks)]
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
-        f"rank-{rank}.pt" for rank in range(ranks)
-    ]
 
 
 def test_bench_prints_its_table():
