@@ -8,6 +8,7 @@ default tolerance that any tensor used (above 1 would be a false alarm). No resu
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -62,6 +63,8 @@ def worker(mode: str, seeds: int, steps: int, folder: Path) -> None:
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
         mock.patch.object(script, "save_results", keep),
+        # One mesh for all seeds: each has process groups, and each of those has threads.
+        mock.patch.object(script, "init_device_mesh", functools.cache(script.init_device_mesh)),
         # aot_eager runs the operations of the eager model, and compiling 64 times takes most of the time.
         mock.patch.object(torch, "compile", lambda model, **options: model),
     ):
