@@ -30,10 +30,14 @@ REPORT_ENVIRONMENT := .venv/installed-report
 DEV_ENVIRONMENT := .venv/installed-dev
 endif
 
-# neuron where torch-neuronx 2.14 or newer is installed, otherwise cpu.
+# neuron where torch-neuronx 2.14 or newer is installed, otherwise cpu. The tests' stand-in for
+# torch-neuronx is used on request only (DEVICE=neuron), and called by its name in what is printed.
+NEURONX := $(shell $(PYTHON) -c 'from importlib.metadata import version; v = version("torch-neuronx"); print(v if tuple(map(int, v.split(".")[:2])) >= (2, 14) else "")' 2>/dev/null)
+STAND_IN := $(findstring standin,$(NEURONX))
 ifndef DEVICE
-DEVICE := $(shell $(PYTHON) -c 'from importlib.metadata import version; v = version("torch-neuronx").split("."); print("neuron" if (int(v[0]), int(v[1])) >= (2, 14) else "cpu")' 2>/dev/null || echo cpu)
+DEVICE := $(if $(STAND_IN),cpu,$(if $(NEURONX),neuron,cpu))
 endif
+called = $(if $(STAND_IN),$(subst neuron,the stand-in for Neuron,$(1)),$(1))
 BACKEND ?= $(if $(filter cpu,$(DEVICE)),gloo,$(if $(filter cuda,$(DEVICE)),nccl,$(DEVICE)))
 COMPILE_BACKEND ?= $(if $(filter neuron,$(DEVICE)),neuron,aot_eager)
 # launch.py is torchrun with a warm fork server.
@@ -46,6 +50,9 @@ OMP_NUM_THREADS ?= 1
 export NEURON_LOGICAL_NC_CONFIG TORCH_NEURONX_ENABLE_HOST_CC OMP_NUM_THREADS
 unexport NEURON_RT_VISIBLE_CORES NEURON_RT_NUM_CORES TORCH_NEURONX_ENABLE_STREAMS
 
+ifeq ($(filter cpu neuron cuda,$(DEVICE)),)
+$(error DEVICE is '$(DEVICE)': cpu, neuron or cuda)
+endif
 ifneq ($(words $(RESULTS)),1)
 $(error RESULTS is '$(RESULTS)': name one directory, without spaces)
 endif
@@ -58,7 +65,7 @@ SCRIPTS := training_common.py distributed_train.py simplefsdp_tp_train.py launch
 ORACLE_SCRIPTS := training_common.py oracle_train.py
 COMPARISONS := $(MODES:%=$(RESULTS)/compare-cpu-%.json) $(MODES:%=$(RESULTS)/compare-%.json)
 
-.PHONY: help all-parity oracle report test silent-bugs lint format bench clean FORCE
+.PHONY: help all-parity preflight preflight-quiet oracle report test silent-bugs lint format bench clean FORCE
 .PHONY: $(MODES) $(MODES:%=cpu-%) $(MODES:%=device-%) $(MODES:%=compare-%) $(MODES:%=compare-cpu-%)
 # One run at a time, whatever -j says: a run uses every core, and two would mix their output.
 .NOTPARALLEL:
@@ -73,6 +80,7 @@ help:
 	@echo 'make compare-cpu-<mode>  the CPU run with the oracle'
 	@echo 'make device-<mode>       the device run; with DEVICE=cpu a second CPU run'
 	@echo 'make compare-<mode>      the device run with the CPU run'
+	@echo 'make preflight           can this machine run RANKS ranks on DEVICE? Part of every job on a device'
 	@echo 'make report              $(RESULTS)/report.html on all comparisons that were made'
 	@echo 'make test                run the tests'
 	@echo 'make silent-bugs         train with 74 real mistakes and see that each is found and named'
@@ -93,7 +101,7 @@ clear_logs = rm -rf $(RESULTS)/logs/$(1)/*/attempt_*; rmdir $(RESULTS)/logs/$(1)
 
 # $(call run,RUN,DEVICE,BACKEND,SCRIPT): launch all ranks. Rank 0 speaks here, every rank to its log.
 define run
-@echo "== $(1): $(RANKS) ranks, $(STEPS) steps on $(2) with $(3)"
+@echo "== $(1): $(RANKS) ranks, $(STEPS) steps on $(call called,$(2)) with $(3)"
 @$(call clear_logs,$(1)); start=$$(date +%s); \
 $(LAUNCH) --standalone --nproc-per-node=$(RANKS) \
   --log-dir "$(RESULTS)/logs/$(1)" --redirects 3 --tee 1 --local-ranks-filter 0 --log-line-prefix-template '   ' \
@@ -104,6 +112,9 @@ endef
 
 # $(call oracle_dir,MODE): the bias-free model has an oracle of its own.
 oracle_dir = $(RESULTS)/oracle-$(if $(filter simplefsdp-tp,$(1)),simplefsdp,eager)
+
+# Before anything runs on a device: a wrong set-up there often shows as a hang.
+PREFLIGHT := $(if $(filter cpu,$(DEVICE)),,preflight-quiet)
 
 .SECONDEXPANSION:
 
@@ -123,12 +134,20 @@ $(MODES): %: $$(call oracle_dir,$$*)/rank-0.pt cpu-%
 all-parity: $(MODES)
 	@echo "== all-parity: $(MODES) agree with the float64 oracle on the CPU, $(RANKS) ranks; no device run was made"
 else
-$(MODES): %: compare-cpu-% device-%
+$(MODES): %: $(PREFLIGHT) compare-cpu-% device-%
 	$(call compare_device,$*)
 
 all-parity: $(MODES)
-	@echo "== all-parity: $(MODES) agree with the float64 oracle on the CPU, and with the CPU on $(DEVICE), $(RANKS) ranks"
+	@echo "== all-parity: $(MODES) agree with the float64 oracle on the CPU, and with the CPU on $(call called,$(DEVICE)), $(RANKS) ranks"
 endif
+
+preflight_run = $(PYTHON) preflight.py --device $(DEVICE) --backend $(BACKEND) --ranks $(RANKS) --results "$(RESULTS)"
+
+preflight: | $(ENVIRONMENT)
+	@$(preflight_run)
+
+preflight-quiet: | $(ENVIRONMENT)
+	@$(preflight_run) --quiet
 
 oracle: $(ORACLES)
 
@@ -157,13 +176,15 @@ $(SETTINGS): FORCE | $(ENVIRONMENT)
 $(RESULTS)/.settings-oracle: FORCE | $(ENVIRONMENT)
 	$(call settings,,$(ORACLE_SCRIPTS))
 
-$(MODES:%=device-%): device-%: | $(ENVIRONMENT)
+$(MODES:%=device-%): device-%: $(PREFLIGHT) | $(ENVIRONMENT)
 	$(call run,$*,$(DEVICE),$(BACKEND),$(call script,$*,$(COMPILE_BACKEND)))
 
 $(MODES:%=compare-cpu-%): compare-cpu-%: $$(call oracle_dir,$$*)/rank-0.pt cpu-%
 	$(call compare_cpu,$*)
 
 $(MODES:%=compare-%): compare-%: $$(call oracle_dir,$$*)/rank-0.pt | $(ENVIRONMENT)
+	@[ -e "$(RESULTS)/cpu-$*/rank-0.pt" ] || { echo "error: no finished run in $(RESULTS)/cpu-$*: make cpu-$*" >&2; exit 2; }
+	@[ -e "$(RESULTS)/$*/rank-0.pt" ] || { echo "error: no finished run in $(RESULTS)/$*: make device-$*" >&2; exit 2; }
 	$(call compare_device,$*)
 
 report: | $(REPORT_ENVIRONMENT)
@@ -215,4 +236,4 @@ clean:
 	@$(foreach run,$(RUNS),$(call clear_logs,$(run)); )true
 	@rm -f $(SETTINGS) $(RESULTS)/.settings-oracle
 	@rmdir $(foreach run,$(RUNS),$(RESULTS)/$(run)) $(RESULTS)/logs $(RESULTS) 2>/dev/null || true
-	@rm -rf .pytest_cache .ruff_cache __pycache__ tests/__pycache__ tests/silent_bugs/__pycache__
+	@rm -rf .standin .pytest_cache .ruff_cache __pycache__ tests/__pycache__ tests/silent_bugs/__pycache__

@@ -38,7 +38,7 @@ NORM_EPS = 16.0  # default norm_eps
 # bias before a batch norm: 16 eps of float32, whatever the dtype.
 NEGLIGIBLE = 16 * 2.0**-23
 
-FORMAT = "parity-record-2"
+FORMAT = "parity-record-3"
 SCHEMA = "parity-comparison-1"  # of --json; the README describes it
 # What makes two runs the same job. Anything else in the metadata may differ, and is shown.
 SAME_JOB = (
@@ -46,7 +46,7 @@ SAME_JOB = (
     *("mode", "world_size", "dp_degree", "tp_degree"),
 )
 LAYOUT = SAME_JOB[-4:]  # in what a reference of one rank may differ
-SHOWN = ("mode", "device", "backend", "compile_backend", "torch_version")
+SHOWN = ("mode", "device", "backend", "compile_backend", "torch_version", "torch_neuronx_version")
 # Causal order within a step: each kind follows from the ones before it.
 KINDS = ("outputs", "losses", "gradients", "parameters", "deltas")
 INVARIANTS = {
@@ -850,6 +850,7 @@ def find_cause(verdict: Verdict, reference: Run | None, actual: Run) -> str | No
             steps(reference) if reference else None,
             [actual.rank(rank)["metadata"] for rank in range(actual.world_size)],
             [losses for _, losses in verdict.checks[0].losses],
+            invariant=first.check != "reference",
         )
     except Exception as error:  # what was found must be told even so
         print(f"warning: the diagnosis broke off with {error!r}", file=sys.stderr)
@@ -1010,7 +1011,8 @@ def print_first(summary: dict) -> None:
     step = f"step {first['step']}" if first["step"] else "step 0 (before training)"
     print(f"First in causal order: {ranks}, {step}, {first['kind']} {first['name']}{first['message']}")
     if first["check"] != "reference":
-        print(f"Broken invariant: {first['check']}")
+        fix = '; another optimizer than plain SGD? Name it: save_results(..., optimizer="AdamW")'
+        print(f"Broken invariant: {first['check']}{fix if first['check'].startswith('sgd') else ''}")
     mismatched = sum(row["mismatched"] for row in summary["kinds"])
     compared = sum(row["compared"] for row in summary["kinds"])
     failed, ranks = len(summary["failed_ranks"]), summary["world_size"]
@@ -1021,7 +1023,8 @@ def print_all(summary: dict, verdict: Verdict, runs: dict[str, Run | None]) -> N
     """Print everything but the last line."""
     for title, run in runs.items():
         if run:
-            print(f"{title}: {run.directory}", *(f"{key}={run.metadata[key]}" for key in SHOWN))
+            known = [key for key in SHOWN if run.metadata[key] is not None]
+            print(f"{title}: {run.directory}", *(f"{key}={run.metadata[key]}" for key in known))
     for rank in range(summary["world_size"]):
         failed = [finding.check for finding in verdict.findings if finding.rank == rank]
         mismatched = failed.count("reference")
@@ -1035,8 +1038,12 @@ def print_all(summary: dict, verdict: Verdict, runs: dict[str, Run | None]) -> N
     print()
     if verdict.findings:
         print_first(summary)
-    elif all(run.label in ("cpu", "oracle") for run in runs.values() if run):
-        print("No accelerator was checked: this was computed on a CPU.")
+    else:
+        labels = {run.label for run in runs.values() if run}
+        if "stand-in" in labels:
+            print("No accelerator was checked: the stand-in for Neuron computes on the CPU.")
+        elif labels <= {"cpu", "oracle"}:
+            print("No accelerator was checked: this was computed on a CPU.")
 
 
 def plain(value: object) -> object:

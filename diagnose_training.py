@@ -86,8 +86,11 @@ def find_cause(
     reference: Callable[[int], Steps] | None,
     metadata: list[dict],
     losses: list[list[tuple[float, float]]],
+    invariant: bool = False,
 ) -> str | None:
     """Return the likely cause of the first difference in one line, None if nothing explains it.
+
+    invariant: it is none from the reference, but breaks an invariant; the reference may agree.
 
     first: (step, kind, name) of the first tensor that differs, on these ranks. metadata: by rank.
     losses: by rank, (global loss, own loss) of each step.
@@ -122,7 +125,7 @@ def find_cause(
         "parameters": (not_finite, shards, other_start, scaled) if first[0] == 0 else (not_finite, update),
         "deltas": (no_gradient, not_finite, update),
     }
-    if reference and only_rounding(scene):
+    if reference and not invariant and only_rounding(scene):
         return "rounding: the runs differ by no more than two right computations do, the tolerance is tighter"
     for hypothesis in hypotheses[first[1]]:
         for cause in hypothesis(scene):

@@ -45,6 +45,7 @@ LABELS = {
     "cpu": "a run on a CPU",
     "neuron": "a run on Neuron",
     "cuda": "a run on CUDA",
+    "stand-in": "a run on the tests' stand-in for Neuron, computed on a CPU",
 }
 JOB = ("model", "dp_degree", "tp_degree", "seed", "global_batch_size", "learning_rate", "optimizer")
 

@@ -7,6 +7,7 @@ but torch is imported. Edit the constants, or replace make_model and make_batch 
 import argparse
 import importlib
 import importlib.metadata
+import json
 import os
 import re
 import sys
@@ -32,7 +33,7 @@ INPUT_FEATURES = 128
 HIDDEN_FEATURES = 256
 LEARNING_RATE = 0.01
 
-FORMAT = "parity-record-2"  # marks a rank file as ours; raise the number when its layout changes
+FORMAT = "parity-record-3"  # marks a rank file as ours; raise the number when its layout changes
 BACKENDS = {"cpu": ("gloo",), "neuron": ("neuron",), "cuda": ("nccl", "gloo")}
 PROBE = ".parity-probe-"  # prefix of a file that shows whether a directory can be written
 RANK_FILE = re.compile(r"rank-\d+\.pt(\.tmp)?")
@@ -271,9 +272,31 @@ def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
             f"--compile-backend {compile_backend} is not known to torch; "
             f"use {'neuron' if args.device == 'neuron' else 'aot_eager'} with --device {args.device}"
         )
+    store = next(dist.rendezvous("env://"))[0]
+    check_same_options(store, rank, args)
     prepare_output_dir(args.output_dir, clear=local_rank == 0)
-    dist.init_process_group(args.backend)
+    dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size)
     return rank, world_size, device
+
+
+def check_same_options(store: dist.Store, rank: int, args: argparse.Namespace) -> None:
+    """Raise InputError unless this rank was started with rank 0's script and options.
+
+    Ranks that differ in steps or mode, as on a second node, would wait for each other in a collective.
+    None is needed to find out: rank 0 leaves its options in the store that the launcher provides.
+    """
+    options = {"script": Path(sys.argv[0]).name} | {key: str(value) for key, value in vars(args).items()}
+    del options["output_dir"]
+    if rank == 0:
+        store.set("parity-options", json.dumps(options))
+        return
+    of_rank_0 = json.loads(store.get("parity-options"))
+    for key in options.keys() | of_rank_0.keys():
+        if options.get(key) != of_rank_0.get(key):
+            raise InputError(
+                f"rank {rank} was started with {key} {options.get(key)}, rank 0 with {of_rank_0.get(key)}; "
+                "start the same job on every node"
+            )
 
 
 def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: int) -> torch.device:
@@ -290,10 +313,9 @@ def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: in
         return torch.device("cuda", local_rank % count)
     if args.device == "neuron":
         fix = "install torch-neuronx 2.14 or newer, or use --device cpu --backend gloo"
-        try:
-            version = importlib.metadata.version("torch-neuronx")
-        except importlib.metadata.PackageNotFoundError:
-            raise InputError(f"--device neuron: package torch-neuronx is not installed; {fix}") from None
+        version = torch_neuronx_version()
+        if version is None:
+            raise InputError(f"--device neuron: package torch-neuronx is not installed; {fix}")
         if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 14):
             raise InputError(
                 f"--device neuron: torch-neuronx {version} is older than 2.14, the first release for torch "
@@ -303,7 +325,18 @@ def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: in
             importlib.import_module("torch_neuronx")  # registers the device and both backends
         except ImportError as error:
             raise InputError(f"--device neuron: torch-neuronx {version} does not import: {error}") from None
+        # Each rank takes a core of its own, unless it is shown no other one.
+        if torch.neuron.device_count() > local_rank:
+            torch.neuron.set_device(local_rank)
     return torch.device(args.device)
+
+
+def torch_neuronx_version() -> str | None:
+    """Return the version of the installed torch-neuronx, or None without one."""
+    try:
+        return importlib.metadata.version("torch-neuronx")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def prepare_output_dir(directory: Path, clear: bool = True) -> None:
@@ -384,6 +417,9 @@ def save_results(
     The file loads with torch.load(path, weights_only=True). Each is written under a temporary name
     and renamed, rank 0's after all others: a directory with a rank-0.pt is a finished run.
     """
+    version = torch_neuronx_version() if args.device == "neuron" else None
+    # Our tests replace torch-neuronx by a package that computes on the CPU: never a Neuron result.
+    stand_in = version is not None and "standin" in version
     metadata = {
         "format": FORMAT,
         "model": model,
@@ -399,10 +435,11 @@ def save_results(
         "global_batch_size": global_batch_size,
         "learning_rate": learning_rate,
         "optimizer": optimizer,
-        "device": args.device,
+        "device": "stand-in" if stand_in else args.device,
         "backend": args.backend,
         "compile_backend": getattr(args, "compile_backend", None),
         "torch_version": str(torch.__version__),
+        "torch_neuronx_version": version,
         "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
         "saved_at": time.time(),  # seconds since 1970; tells a run from its copy
     }

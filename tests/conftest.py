@@ -104,6 +104,19 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def standin() -> dict[str, str]:
+    """The environment in which torch_neuronx is the stand-in, compiled if need be."""
+    from standin.build import build
+
+    try:
+        return {"PYTHONPATH": str(build())}
+    except RuntimeError as error:
+        if os.environ.get("REQUIRE_STANDIN"):  # in CI
+            raise
+        pytest.skip(f"the stand-in for torch_neuronx does not build: {error}")
+
+
+@pytest.fixture(scope="session")
 def oracle(tmp_path_factory):
     """A function that returns the folder of a model's oracle, made when first asked for."""
     made = {}

@@ -34,6 +34,7 @@ def worker(mode: str, seeds: int, steps: int, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    import training_common
     from compare_training import DEFAULT, Comparison, Run, slacks_of, steps_of
     from oracle_train import train_oracle
 
@@ -62,6 +63,7 @@ def worker(mode: str, seeds: int, steps: int, folder: Path) -> None:
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(training_common, "check_same_options"),
         mock.patch.object(script, "save_results", keep),
         # One mesh for all seeds: each has process groups, and each of those has threads.
         mock.patch.object(script, "init_device_mesh", functools.cache(script.init_device_mesh)),

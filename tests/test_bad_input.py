@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, cpu_options, launch, run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -20,7 +21,7 @@ import distributed_train
 import launch as launch_script
 import simplefsdp_tp_train
 import training_common
-from training_common import InputError, add_run_arguments, initialize
+from training_common import InputError, add_run_arguments, check_same_options, initialize
 
 
 def arguments(*options):
@@ -32,7 +33,9 @@ def arguments(*options):
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """initialize(options), as one rank of a launch would call it, up to the first collective."""
-    monkeypatch.setattr(training_common.dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: None)
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(training_common, "check_same_options", lambda store, rank, args: None)
 
     def start(*options, rank=0, world_size=4):
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
@@ -101,6 +104,26 @@ def test_device_and_backend_that_do_not_go_together(started, device, backend, fi
 def test_wrong_world_size(started):
     with pytest.raises(InputError, match="started 4 ranks, --expected-world-size is 8"):
         started(*CPU, "--expected-world-size", 8)
+
+
+@pytest.mark.parametrize(
+    "change", [("--steps", 9), ("--seed", 1), ("--device", "cuda"), ("--output-dir", "x")]
+)
+def test_ranks_of_different_jobs(monkeypatch, change):
+    store = dist.HashStore()
+    monkeypatch.setattr(sys, "argv", ["/here/distributed_train.py"])
+    check_same_options(store, 0, arguments())
+    monkeypatch.setattr(sys, "argv", ["/there/distributed_train.py"])
+    check_same_options(store, 1, arguments())
+    name = change[0].removeprefix("--")
+    if name == "output-dir":  # may be another one on another node
+        check_same_options(store, 3, arguments(*change))
+        return
+    with pytest.raises(InputError, match=f"rank 3 was started with {name} {change[1]}, rank 0 with "):
+        check_same_options(store, 3, arguments(*change))
+    monkeypatch.setattr(sys, "argv", ["reference_train.py"])
+    with pytest.raises(InputError, match="script reference_train.py, rank 0 with distributed_train.py;"):
+        check_same_options(store, 3, arguments())
 
 
 def test_neuron_without_the_package(started):

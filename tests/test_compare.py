@@ -342,7 +342,7 @@ def first(**values):
 )
 def test_file_of_another_structure(pair, verdict, change, words):
     edit(pair[1], 3, change)
-    invalid(verdict, "rank-3.pt is no result file of format parity-record-2", words)
+    invalid(verdict, "rank-3.pt is no result file of format parity-record-3", words)
 
 
 def test_file_that_holds_something_else(pair, verdict):

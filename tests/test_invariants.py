@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import RANKS, SCRIPTS, STEPS, edit, edit_all
+from conftest import RANKS, SCRIPTS, STEPS, copy_run, edit, edit_all
 
 import compare_training
 
@@ -113,6 +113,26 @@ def test_other_optimizer_is_not_held_to_sgd(copy, check):
     directory = copy("ddp")
     edit_all(directory, lambda content: content["metadata"].update(learning_rate=0.02, optimizer="AdamW"))
     assert check(directory)[0] == 0
+
+
+def test_both_runs_with_an_optimizer_that_they_do_not_name(copy, compare):
+    def adam(content):
+        parameters = content["records"][0]["initial"]
+        for item in content["records"]:
+            before = parameters
+            parameters = {n: value - 0.01 * item["gradients"][n].sign() for n, value in before.items()}
+            item["parameters"] = parameters
+            item["deltas"] = {n: value - before[n] for n, value in parameters.items()}
+
+    one = copy("ddp")
+    two = copy_run(one, one.parent / "again")
+    for directory in (one, two):
+        edit_all(directory, adam)
+    done = compare("--reference-dir", one, "--actual-dir", two, "--world-size", RANKS)
+    assert done.status == 1
+    assert "an optimizer such as Adam, not plain SGD" in done.out
+    assert "Broken invariant: sgd (actual run); another optimizer than plain SGD? Name it: " in done.out
+    assert "rounding" not in done.out.partition("Likely cause")[2]
 
 
 def test_gradient_that_one_rank_lacks(copy, check):
