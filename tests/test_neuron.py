@@ -107,9 +107,9 @@ def test_error_of_one_core_in_one_step_is_located(device_run, runs, compare, ora
         assert "First in causal order: ranks 0-3, step 2, outputs output" in done.out
 
 
-def test_error_in_one_cores_gradient_is_located(device_run, runs, compare):
-    # After the reduction, and so on one rank only: its optimizer's update.
-    actual = device_run("ddp", STANDIN_ERROR="3:2:0.01:aten::_foreach_add_")
+def test_error_of_one_core_in_an_update_is_located(device_run, runs, compare):
+    # After the reduction, and so in one replica only.
+    actual = device_run("ddp", STANDIN_ERROR="3:2:0.01:aten::add")
     done = compare("--reference-dir", runs("ddp").directory, "--actual-dir", actual, "--world-size", RANKS)
     assert done.status == 1
     assert re.search(r"First in causal order: rank 2, step 3, (parameters|deltas) ", done.out)

@@ -1,0 +1,304 @@
+"""preflight.py: each thing that a run needs is looked at, and what is missing is told with its fix.
+
+neuron-ls is replaced by a script that prints what the real one prints, in the fields of its JSON output.
+"""
+
+import importlib.metadata
+import json
+import socket
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, run
+
+import preflight
+
+# A trn2.48xlarge: 16 devices of 96 GiB, each with four logical cores of 24 GiB.
+NODE = [
+    {
+        "neuron_device": i,
+        "bdf": f"{i:02x}:00.0",
+        "cpu_affinity": "0-95",
+        "numa_node": "0",
+        "connected_to": [(i + 1) % 16, (i - 1) % 16],
+        "nc_count": 4,
+        "logical_neuroncore_config": 2,
+        "memory_size": 96 * 2**30,
+        "neuroncore_ids": list(range(4 * i, 4 * i + 4)),
+        "neuron_processes": [],
+    }
+    for i in range(16)
+]
+
+
+def node(**changes):
+    """The node with changes to its last device; None removes a field."""
+    devices = [dict(device) for device in NODE]
+    devices[-1].update(changes)
+    return [{key: value for key, value in device.items() if value is not None} for device in devices]
+
+
+@pytest.fixture
+def check(call, monkeypatch, tmp_path):
+    """Run preflight in this process, on a machine with all that Neuron needs: status and lines."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setattr(preflight, "NEURON_TOOLS", str(tmp_path / "none"))
+    monkeypatch.setattr(preflight, "NEURON_LS_SECONDS", 0.5)
+    for name, value in preflight.ENVIRONMENT.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    versions = {"torch": "2.14.1+cu130", "torch-neuronx": "2.14.3.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions[name])
+    monkeypatch.setattr(sys, "version_info", (3, 12, 4))
+    monkeypatch.setattr(preflight, "free_memory", lambda: 100.0)
+    monkeypatch.setattr(preflight, "check_device", lambda *arguments: ("ok", "device", "tried"))
+
+    def main(*arguments, neuron_ls=None):
+        if neuron_ls is not None:
+            script = neuron_ls if isinstance(neuron_ls, str) else f"cat <<'END'\n{json.dumps(neuron_ls)}\nEND"
+            (tools / "neuron-ls").write_text(
+                f'#!/bin/sh\n[ "$1" = -j ] || exit 3\nPATH=/bin:/usr/bin\n{script}\n'
+            )
+            (tools / "neuron-ls").chmod(0o755)
+        done = call(preflight.main, "--results", tmp_path / "results", *arguments)
+        lines = done.out.splitlines()
+        return SimpleNamespace(status=done.status, lines=lines, out=done.out, err=done.err)
+
+    main.versions = versions
+    return main
+
+
+def problems(done):
+    return [line for line in done.lines if line.startswith(("warn", "FAIL"))]
+
+
+def test_healthy_node(check):
+    done = check(neuron_ls=NODE)
+    assert (done.status, problems(done)) == (0, [])
+    assert "ok    neuron-ls: 16 Neuron devices, 1536 GiB" in done.lines
+    assert "ok    cores: 0 to 63 are there" in done.lines
+    assert "ok    device: tried" in done.lines
+    assert done.lines[-1].startswith("== preflight for 64 ranks on neuron: ")
+    assert done.lines[-1].endswith(" ok, 0 warn, 0 FAIL")
+
+
+PROCESS = {"pid": 113985, "command": "python train.py", "neuron_runtime_version": "2.0.0"}
+
+
+@pytest.mark.parametrize(
+    ("neuron_ls", "line"),
+    [
+        (node(logical_neuroncore_config=1), "FAIL  core configuration: 1, 2, expected 2; export "),
+        (NODE[:8], "FAIL  cores: 32 are there, 64 ranks need 0 to 63: 32 is missing; start fewer"),
+        (node(neuroncore_ids=[64, 65, 66, 67]), "FAIL  cores: 64 are there, 64 ranks need 0 to 63: 60 is"),
+        (node(neuron_processes=[PROCESS]), "FAIL  cores in use: pid 113985 (python train.py) uses device 15"),
+        (
+            node(neuron_processes=[PROCESS] * 3),
+            "FAIL  cores in use: pid 113985 (python train.py) uses device 15, and",
+        ),
+        ([], "FAIL  neuron-ls: lists no Neuron device; use a Trn2 or Trn3 instance"),
+        ("echo 'no driver' >&2; exit 1", "FAIL  neuron-ls: printed no list of devices but: no driver;"),
+        ("echo '{\"a\": 0}'", 'FAIL  neuron-ls: printed no list of devices but: {"a": 0}'),
+        ("echo '[1]'", "FAIL  neuron-ls: printed no list of devices but: [1]"),
+        ("true", "FAIL  neuron-ls: printed no list of devices but: nothing"),
+        ("exec sleep 20", "FAIL  neuron-ls: did not end in 0.5 s: the driver hangs; reload it"),
+    ],
+)
+def test_node_that_is_not_fit(check, neuron_ls, line):
+    started = time.monotonic()
+    done = check(neuron_ls=neuron_ls)
+    assert done.status == 1
+    assert any(text.startswith(line) for text in done.lines), done.out
+    assert "warn  device: not tried, because of the above" in done.lines
+    assert time.monotonic() - started < 10
+
+
+def test_cores_of_ranks_that_are_not_started_may_be_in_use(check):
+    done = check("--ranks", 60, neuron_ls=node(neuron_processes=[PROCESS]))
+    assert (done.status, problems(done)) == (0, [])
+
+
+def test_older_neuron_ls_counts_cores_and_does_not_number_them(check):
+    devices = [{key: d[key] for key in ("neuron_device", "nc_count", "memory_size")} for d in NODE]
+    done = check(neuron_ls=devices)
+    assert done.status == 0
+    assert "warn  core configuration: neuron-ls does not tell it; update aws-neuronx-tools" in done.lines
+    assert "ok    cores: 0 to 63 are there, by count: neuron-ls gives no numbers" in done.lines
+
+
+def test_without_neuron_ls(check):
+    done = check()
+    assert done.status == 0
+    assert problems(done)[0].startswith("warn  neuron-ls: not on PATH nor in ")
+
+
+def test_neuron_ls_that_is_not_on_path(check, monkeypatch, tmp_path):
+    check(neuron_ls=NODE)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(preflight, "NEURON_TOOLS", str(tmp_path / "bin"))
+    assert "ok    cores: 0 to 63 are there" in check().lines
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("NEURON_RT_VISIBLE_CORES", "0-3", "FAIL  NEURON_RT_VISIBLE_CORES: is '0-3', must not be set; unset"),
+        (
+            "NEURON_RT_NUM_CORES",
+            "4",
+            "FAIL  NEURON_RT_NUM_CORES: is '4', must not be set; unset NEURON_RT_NUM",
+        ),
+        ("TORCH_NEURONX_ENABLE_STREAMS", "0", "FAIL  TORCH_NEURONX_ENABLE_STREAMS: is '0', must not be set"),
+        (
+            "NEURON_LOGICAL_NC_CONFIG",
+            "1",
+            "warn  NEURON_LOGICAL_NC_CONFIG: is '1', expected 2; export NEURON_L",
+        ),
+        (
+            "TORCH_NEURONX_ENABLE_HOST_CC",
+            None,
+            "warn  TORCH_NEURONX_ENABLE_HOST_CC: is not set, expected 0; exp",
+        ),
+        ("OMP_NUM_THREADS", "8", "warn  OMP_NUM_THREADS: is '8', expected 1; export OMP_NUM_THREADS=1"),
+    ],
+)
+def test_environment(check, monkeypatch, name, value, line):
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    done = check(neuron_ls=NODE)
+    assert done.status == (1 if line.startswith("FAIL") else 0)
+    assert problems(done)[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "line"),
+    [
+        ("torch", "2.13.0", "FAIL  torch: 2.13.0, expected 2.14; pip install 'torch>=2.14,<2.15'"),
+        (
+            "torch-neuronx",
+            "2.8.0.2.10",
+            "FAIL  torch-neuronx: 2.8.0.2.10 is older than 2.14, perhaps the XLA",
+        ),
+        ("torch-neuronx", "1.13.1.1.16.1", "FAIL  torch-neuronx: 1.13.1.1.16.1 is older than 2.14, perhaps"),
+        ("torch-neuronx", "2.15.0", "FAIL  torch-neuronx: 2.15.0 with torch 2.14.1+cu130; install"),
+        (
+            "torch-neuronx",
+            "2.14.0+standin",
+            "warn  torch-neuronx: 2.14.0+standin: the tests' stand-in, which",
+        ),
+    ],
+)
+def test_versions(check, package, version, line):
+    check.versions[package] = version
+    done = check(neuron_ls=NODE)
+    assert done.status == (1 if line.startswith("FAIL") else 0)
+    assert problems(done)[0].startswith(line)
+
+
+@pytest.mark.parametrize("package", ["torch", "torch-neuronx"])
+def test_package_that_is_not_installed(check, monkeypatch, package):
+    def version(name):
+        if name == package:
+            raise importlib.metadata.PackageNotFoundError
+        return "2.14.1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    done = check(neuron_ls=NODE)
+    assert done.status == 1
+    assert problems(done)[0].startswith(f"FAIL  {package}: not installed")
+
+
+@pytest.mark.parametrize("version", [(3, 11, 9), (3, 15, 0)])
+def test_python_that_torch_neuronx_does_not_take(check, monkeypatch, version):
+    monkeypatch.setattr(sys, "version_info", version)
+    found = f"3.{version[1]}, expected 3.12 to 3.14"
+    assert f"FAIL  Python: {found}; make an environment with such a Python" in check(neuron_ls=NODE).lines
+    assert check("--device", "cpu").status == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "status", "words"),
+    [
+        (
+            2.0,
+            1,
+            "FAIL  memory: 2.0 GiB free, 64 ranks need about 5.7 with launch.py; up to RANKS=16 would fit",
+        ),
+        (
+            8.0,
+            0,
+            "ok    memory: 8.0 GiB free, 64 ranks need about 5.7 with launch.py; up to RANKS=64 would fit",
+        ),
+        (
+            0.1,
+            1,
+            "FAIL  memory: 0.1 GiB free, 64 ranks need about 5.7 with launch.py; free some: not even one",
+        ),
+        (None, 0, "warn  memory: this system does not tell what is free"),
+    ],
+)
+def test_memory_of_a_laptop(check, monkeypatch, free, status, words):
+    monkeypatch.setattr(preflight, "free_memory", lambda: free)
+    done = check("--device", "cpu")
+    assert done.status == status
+    assert any(line.startswith(words) for line in done.lines), done.out
+    assert not any("neuron" in line.lower() for line in done.lines)
+
+
+def test_free_memory_is_what_the_kernel_says():
+    assert 0 < preflight.free_memory() < 1e6
+
+
+def test_disk_and_network(check, monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**28))
+
+    def nowhere(name):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", nowhere)
+    done = check("--device", "cpu")
+    assert done.status == 1
+    network, disk, shared = problems(done)[:3]
+    assert network.startswith("FAIL  network: this machine does not reach itself by its name ")
+    assert disk.startswith("FAIL  disk: 0.2 GiB free for ") and "RESULTS=" in disk
+    assert shared.startswith("warn  shared memory: 0.25 GiB free; a container gets more with --shm-size=1g")
+
+
+def test_quiet_prints_what_is_wrong_only(check):
+    done = check("--quiet", "--device", "cpu")
+    assert len(done.lines) == 1 and done.status == 0
+
+
+@pytest.mark.parametrize("arguments", [("--ranks", 0), ("--device", "tpu")])
+def test_wrong_usage(check, arguments):
+    done = check(*arguments)
+    assert done.status == 2
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+
+
+def test_device_is_tried_for_real_on_the_cpu(tmp_path):
+    done = run(sys.executable, ROOT / "preflight.py", "--device", "cpu", "--ranks", 2, cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    assert "ok    cpu with gloo: a tensor came back unchanged, and the sum over 2 ranks is right" in done.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_device_that_fails_is_told_in_one_line(monkeypatch):
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    verdict, what, found = preflight.check_device("cuda", "gloo", 1)
+    assert (verdict, what) == ("FAIL", "cuda with gloo")
+    assert found.startswith("rank 0: RuntimeError: torch sees no GPU") and "\n" not in found
+
+
+def test_device_that_hangs(monkeypatch):
+    monkeypatch.setattr(preflight, "DEVICE_SECONDS", 0.2)
+    verdict, _, found = preflight.check_device("cpu", "gloo", 2)
+    assert verdict == "FAIL" and found.startswith("2 ranks did not end in 0.2 s; run one by hand: ")
