@@ -14,6 +14,7 @@ import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import socket
 import sys
@@ -109,7 +110,9 @@ def describe_failure(error, log_dir: str | None, started: float) -> tuple[str, i
         if -failure.exitcode == signal.SIGKILL:
             reason += " (if nobody sent it: the kernel does when memory runs out)"
     elif lines:
-        reason = lines[-1].removeprefix("error: ")
+        # Behind an exception there may be advice, as torch.compile gives.
+        errors = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception|Interrupt)\b", line)]
+        reason = (errors or lines)[-1].removeprefix("error: ")
     else:
         reason = f"exit status {failure.exitcode}"
     where = f"; its log: {log}" if log else "; its messages are above, or use --log-dir DIR --redirects 3"

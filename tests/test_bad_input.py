@@ -303,6 +303,24 @@ def test_log_of_an_earlier_launch_is_not_blamed(tmp_path):
         assert line.startswith(words) and status == 3
 
 
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("error: --steps is 0\n", "--steps is 0"),
+        ("x.BackendFailed: y raised:\nRuntimeError: no\n\nSet VERBOSE=1 for more\n", "RuntimeError: no"),
+        ("Traceback\nKeyboardInterrupt\n", "KeyboardInterrupt"),
+        ("segfault\nat 0x0\n", "at 0x0"),
+        ("\n", "exit status 1"),
+    ],
+)
+def test_reason_is_the_error_not_what_is_printed_after_it(tmp_path, log, reason):
+    path = tmp_path / "launch" / "attempt_0" / "0" / "stderr.log"
+    path.parent.mkdir(parents=True)
+    path.write_text(log)
+    error = ChildFailedError("x.py", {0: ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file="none")})
+    assert f"rank 0 failed first: {reason};" in launch_script.describe_failure(error, str(tmp_path), 0.0)[0]
+
+
 def test_launch_of_what_is_no_script(launch_here, tmp_path):
     assert "there is no script" in failed_launch(launch_here(tmp_path / "absent.py"))
     assert "use torchrun for -m" in failed_launch(launch_here("-m", "json.tool"))

@@ -23,7 +23,8 @@ def device_run(standin, tmp_path):
         script = ["simplefsdp_tp_train.py"]
         if mode != "simplefsdp_tp":
             script = ["distributed_train.py", "--parallelism", mode]
-        script[0] = ROOT / script[0]
+        script[:1] = [ROOT / "tests" / "observe.py", ROOT / script[0]]
+        environment["OBSERVED"] = str(tmp_path)
         options = f"--seed 0 --steps {STEPS} --output-dir {tmp_path / mode} --expected-world-size {RANKS}"
         done = launch(RANKS, tmp_path / "logs", *script, *options.split(), **standin, **environment)
         stderr = "".join(path.read_text() for path in (tmp_path / "logs").rglob("stderr.log"))
@@ -92,6 +93,9 @@ def test_rounding_of_another_device_passes(device_run, runs, compare, mode, unit
     actual = device_run(mode, STANDIN_NOISE=str(units))
     done = compare("--reference-dir", runs(mode).directory, "--actual-dir", actual, "--world-size", RANKS)
     assert done.status == 0, done.out
+    # Dynamo imports the compile backend when it is asked to compile with it.
+    imported = (actual.parent / "imports-3").read_text().split()
+    assert ("torch_neuronx._compile" in imported) == (mode == "simplefsdp_tp")
     for kind in ("outputs", "gradients"):
         error = float(re.search(rf"^{kind} +\d+ +0 +([\d.]+) eps", done.out, re.MULTILINE)[1])
         assert 0.2 * units < error < 16
