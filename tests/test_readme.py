@@ -30,7 +30,7 @@ INLINE = re.findall(r"`(make [^`]+)`", README)
 def test_there_are_commands():
     assert "make ddp" in COMMANDS and "make test" in COMMANDS
     assert sum(command.startswith("torchrun") for command in COMMANDS) == 5
-    assert sum("mine.py" in command for command in COMMANDS) == 2
+    assert sum("mine.py" in command for command in COMMANDS) == 3
     assert all(command.split()[0] in ("make", "torchrun", "python") for command in COMMANDS)
 
 
@@ -82,14 +82,16 @@ def test_command_line_works_apart_from_the_rank_count(folder, request, call, mon
         default_device = "--device" not in command and "reference_train" not in command  # which is neuron
         environment = request.getfixturevalue("standin") if default_device else {}
         done = run(*words, cwd=folder, **environment)
-    if words[1:3] == ["-m", "torch.distributed.run"] or "--device" in command:
         assert done.status == 0, done.err
-        passes = re.findall(rf"PASS rank=\d mode=\w+ world_size={ranks}", done.out)
-        assert len(passes) == int(ranks) or "mine.py" in command
-    elif "compare_training.py" in command:
+        ranks = re.search(r"--expected-world-size (\d)", " ".join(words))[1]
+        own = rf"PASS rank=\d mode=\w+ world_size={ranks}|PASS rank=\d: records"
+        assert len(re.findall(own, done.out)) == int(ranks)
+        return
+    if "compare_training.py" in command:
         assert done.status == 0, done.out + done.err
         what = "comparison" if "--reference-dir" in command else "invariants"
         assert done.out.endswith(f"PASS {what} ranks=2 steps=10\n")
+        assert ("stand-in for Neuron computes" in done.out) == ("mine-neuron" in command)
     else:
         assert "oracle_train.py" in command and done.status == 0, done.err
         assert done.out.startswith("step=1/10 loss=0.754203")
@@ -114,6 +116,17 @@ def test_every_invariant_and_default_is_described():
         assert re.search(rf"^\| {name} \| {re.escape(text)}", README, re.MULTILINE), name
     assert f"rtol {compare_training.ELEMENT_EPS:g} eps" in README
     assert f"<= norm_eps * eps * norm(reference)` | {compare_training.NORM_EPS:g} |" in README
+
+
+def test_common_issues_show_as_the_table_says():
+    rows = re.search(r"\| common issue \|.*?\n\n", README, re.DOTALL).group().split("\n")[2:-2]
+    code = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    assert len(rows) == 4  # as many as the tutorial has
+    for row in rows:
+        for words in re.findall(r"`([^`]+)`", row.split("|")[2]):
+            if words.startswith("rank "):  # tests/test_bad_input.py sees it whole
+                words = "was started with"
+            assert words.startswith("make ") or words in code, words
 
 
 def test_named_files_exist():
