@@ -209,7 +209,7 @@ report: | $(REPORT_ENVIRONMENT)
 
 test: | $(DEV_ENVIRONMENT)
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || { echo "error: $(PYTHON) has no pytest: pip install -r requirements-dev.txt" >&2; exit 2; }
-	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs -n 2 --dist loadfile
+	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs -n 2 --dist loadfile --no-loadscope-reorder
 
 silent-bugs: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/silent_bugs

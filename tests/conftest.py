@@ -28,6 +28,14 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.starts
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
+# Files whose tests start many processes come first, so that the last ones to end are short.
+LONG = ("test_neuron.py", "test_readme.py", "test_bad_input.py", "test_training.py", "test_makefile.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 def run(*command, cwd=ROOT, timeout=180, **environment) -> SimpleNamespace:
     """Run a command to its end; return its status, stdout and stderr."""
     done = subprocess.run(

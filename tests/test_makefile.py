@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 import pytest
-from conftest import ROOT, copy_run, run
+from conftest import ROOT, run
 
 MODES = ("ddp", "fsdp", "tp", "simplefsdp-tp")
 
@@ -45,16 +45,11 @@ def test_a_modes_chain_and_what_is_not_run_again(make):
     logs = [path.read_text() for path in make.directory.glob("results/logs/cpu-ddp/*/attempt_0/1/stdout.log")]
     assert len(logs) == 1 and "PASS rank=1 mode=ddp world_size=2" in logs[0]
 
-    # What a device would take the place of: a second run, both held against the oracle, too.
-    copy_run(make.directory / "results" / "cpu-ddp", make.directory / "results" / "ddp")
-    done = make("compare-ddp", "report")
-    assert done.status == 0, done.out + done.err
+    done = make("compare-ddp")
+    assert done.status == 2
+    assert "error: no finished run in results/ddp: make device-ddp" in done.err
     assert "== oracle-eager:" not in done.out
-    assert re.search(r"against the oracle +cpu \(reference\) +cpu \(actual\) +ratio\n", done.out)
-    assert re.search(r"gradients +[\d.]+ eps +[\d.]+ eps +1\n", done.out)
-    assert "PASS comparison ranks=2 steps=2\n" in done.out
-    page = (make.directory / "results" / "report.html").read_text()
-    assert "results/cpu-ddp" in page and "results/oracle-eager" in page
+    (make.directory / "results" / "ddp").mkdir()
 
     # From here on a launcher that only says what it would start: is the reference made again?
     def launches(*settings):

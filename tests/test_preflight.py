@@ -291,11 +291,15 @@ def test_device_is_tried_for_real_on_the_cpu(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_device_that_fails_is_told_in_one_line(monkeypatch):
-    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
-    verdict, what, found = preflight.check_device("cuda", "gloo", 1)
-    assert (verdict, what) == ("FAIL", "cuda with gloo")
-    assert found.startswith("rank 0: RuntimeError: torch sees no GPU") and "\n" not in found
+def test_device_that_fails_is_told_in_one_line(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho Traceback >&2\necho 'RuntimeError: no core' >&2\nexit $RANK\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    verdict, what, found = preflight.check_device("neuron", "neuron", 64)
+    assert (verdict, what) == ("FAIL", "neuron with neuron")
+    assert found.startswith(f"rank 1: RuntimeError: no core; run it by hand: {python} ")
+    assert "\n" not in found
 
 
 def test_device_that_hangs(monkeypatch):
