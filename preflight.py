@@ -9,14 +9,18 @@ before: a tensor's round trip to the device and a collective of two ranks.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 DEFAULT_BACKEND = {"cpu": "gloo", "neuron": "neuron", "cuda": "nccl"}
@@ -42,45 +46,81 @@ FITTING_RANKS = (1, 2, 4, 8, 16, 32, 64, 128)  # batch and features divide by th
 Line = tuple[str, str, str]  # "ok", "warn" or "FAIL"; what was checked; what was found, and the fix
 
 
+def run_all(commands: list[tuple[list[str], dict]], seconds: float) -> list[tuple[int | None, str, str]]:
+    """Run commands, each with its environment, at the same time: status, stdout and stderr of each.
+
+    The status is None for what did not end in time, or was ended because another one failed. Nothing that
+    they started stays behind, and nothing that cannot be killed (a hung driver) is waited for.
+    """
+    with contextlib.ExitStack() as files:
+        started = []
+        for command, environment in commands:
+            out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            process = subprocess.Popen(
+                command, env=environment, stdout=out, stderr=err, start_new_session=True
+            )
+            started.append((process, out, err))
+        deadline = time.monotonic() + seconds
+        statuses = [None] * len(started)
+        while None in statuses and not any(statuses) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            statuses = [process.poll() for process, _, _ in started]
+        done = []
+        for status, (process, *outputs) in zip(statuses, started, strict=True):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+            texts = []
+            for file in outputs:
+                file.seek(0)
+                texts.append(file.read(2**22).decode(errors="replace").strip())
+            done.append((status, *texts))
+    return done
+
+
 def neuron_ls() -> tuple[list[dict] | None, Line]:
     """Return what neuron-ls -j tells of each Neuron device, or None, and a line about it."""
+    what = "neuron-ls"
     tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=NEURON_TOOLS)
     if tool is None:
         found = f"not on PATH nor in {NEURON_TOOLS}, so no core was checked; install aws-neuronx-tools"
-        return None, ("warn", "neuron-ls", found)
+        return None, ("warn", what, found)
     try:
-        done = subprocess.run([tool, "-j"], capture_output=True, text=True, timeout=NEURON_LS_SECONDS)
-    except subprocess.TimeoutExpired:
-        found = f"did not end in {NEURON_LS_SECONDS} s: the driver hangs; reload it (sudo rmmod neuron; "
-        return None, ("FAIL", "neuron-ls", found + "sudo modprobe neuron) or restart the instance")
+        ((status, out, err),) = run_all([([tool, "-j"], dict(os.environ))], NEURON_LS_SECONDS)
     except OSError as error:
-        return None, ("FAIL", "neuron-ls", f"{tool} does not start: {error.strerror}; install it again")
+        return None, ("FAIL", what, f"{tool} does not start: {error.strerror}; install it again")
+    if status is None:
+        found = f"did not end in {NEURON_LS_SECONDS} s: the driver hangs; reload it (sudo rmmod neuron; "
+        return None, ("FAIL", what, found + "sudo modprobe neuron) or restart the instance")
     try:
-        devices = json.loads(done.stdout)
-    except ValueError:
+        devices = json.loads(out[max(0, out.find("[")) :])  # a warning may stand before it
+    except (ValueError, RecursionError):
         devices = None
     if not isinstance(devices, list) or not all(isinstance(device, dict) for device in devices):
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[0][:100]
+        said = (err or out or "nothing").splitlines()[0][:100]
         found = f"printed no list of devices but: {said}; run it by hand, see that the driver is loaded"
-        return None, ("FAIL", "neuron-ls", f"{found} (sudo modprobe neuron)")
+        return None, ("FAIL", what, f"{found} (sudo modprobe neuron)")
     if not devices:
         found = "lists no Neuron device; use a Trn2 or Trn3 instance, and load the driver"
-        return None, ("FAIL", "neuron-ls", f"{found} (sudo modprobe neuron)")
-    memory = [size for device in devices if isinstance(size := device.get("memory_size"), int)]
-    found = f"{len(devices)} Neuron devices, {sum(memory) / 2**30:.0f} GiB"
-    return devices, ("ok", "neuron-ls", found)
+        return None, ("FAIL", what, f"{found} (sudo modprobe neuron)")
+    return devices, ("ok", what, f"{len(devices)} Neuron devices")
 
 
 def check_cores(devices: list[dict], ranks: int) -> list[Line]:
     """Return lines about the logical core configuration, the cores of all ranks, and who uses them."""
     lines = []
-    configs = {device.get("logical_neuroncore_config") for device in devices}
-    if configs == {LOGICAL_CORE_CONFIG}:
+    configs = {str(device.get("logical_neuroncore_config")) for device in devices}
+    chosen = os.environ.get("NEURON_LOGICAL_NC_CONFIG", str(LOGICAL_CORE_CONFIG))
+    if configs == {str(LOGICAL_CORE_CONFIG)}:
         lines.append(("ok", "core configuration", f"{LOGICAL_CORE_CONFIG}"))
-    elif configs == {None}:
+    elif configs == {chosen}:
+        found = f"{chosen}, as NEURON_LOGICAL_NC_CONFIG asks for; the tutorial's is {LOGICAL_CORE_CONFIG}"
+        lines.append(("warn", "core configuration", found))
+    elif configs == {"None"}:
         lines.append(("warn", "core configuration", "neuron-ls does not tell it; update aws-neuronx-tools"))
     else:
-        found = f"{', '.join(sorted(map(str, configs)))}, expected {LOGICAL_CORE_CONFIG}"
+        found = f"{', '.join(sorted(configs))}, expected {LOGICAL_CORE_CONFIG}"
         fix = f"export NEURON_LOGICAL_NC_CONFIG={LOGICAL_CORE_CONFIG} before anything uses the cores"
         lines.append(("FAIL", "core configuration", f"{found}; {fix}"))
 
@@ -89,8 +129,11 @@ def check_cores(devices: list[dict], ranks: int) -> list[Line]:
         cores = device.get("neuroncore_ids")
         if not isinstance(cores, list):  # older releases give their number only
             missing_ids = True
-            cores = range(len(cores_of), len(cores_of) + int(device.get("nc_count") or 0))
-        cores_of += [(core, device) for core in cores]
+            count = int(device.get("nc_count") or 0)
+            if not 0 <= count <= 64:
+                raise ValueError(f"nc_count {count}")
+            cores = range(len(cores_of), len(cores_of) + count)
+        cores_of += [(int(core), device) for core in cores]
     available = {core for core, _ in cores_of}
     missing = sorted(set(range(ranks)) - available)
     if missing:
@@ -104,8 +147,11 @@ def check_cores(devices: list[dict], ranks: int) -> list[Line]:
         lines.append(("ok", "cores", found))
 
     needed = {id(device): device for core, device in cores_of if core in range(ranks)}
-    busy = []
+    partly = {id(device) for core, device in cores_of if core not in range(ranks)}
+    busy, verdict = [], "warn"  # neuron-ls does not tell which cores of a device are used
     for device in needed.values():
+        if device.get("neuron_processes") and id(device) not in partly:
+            verdict = "FAIL"
         for process in device.get("neuron_processes") or []:
             command = str(process.get("command", "?"))[:60]
             busy.append((process.get("pid"), command, device.get("neuron_device")))
@@ -113,7 +159,8 @@ def check_cores(devices: list[dict], ranks: int) -> list[Line]:
         pid, command, number = busy[0]
         found = f"pid {pid} ({command}) uses device {number}"
         found += f", and {len(busy) - 1} more" if len(busy) > 1 else ""
-        lines.append(("FAIL", "cores in use", f"{found}; wait for it or end it: kill {pid}"))
+        found += ", perhaps other cores of it than the ranks will" if verdict == "warn" else ""
+        lines.append((verdict, "cores in use", f"{found}; wait for it or end it: kill {pid}"))
     else:
         lines.append(("ok", "cores in use", "by no other process"))
     return lines
@@ -134,6 +181,14 @@ def check_environment() -> list[Line]:
     return lines or [("ok", "environment", "as the runs need it")]
 
 
+def called(device: str) -> str:
+    """Return the device's name in what is printed: the tests' stand-in is never called Neuron."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if device == "neuron" and "standin" in importlib.metadata.version("torch-neuronx"):
+            return "the stand-in for Neuron"
+    return device
+
+
 def check_packages(device: str) -> list[Line]:
     """Return lines about the versions of Python, torch and, for Neuron, torch-neuronx."""
     versions = {}
@@ -143,7 +198,7 @@ def check_packages(device: str) -> list[Line]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     release = {name: tuple(map(int, re.findall(r"\d+", text or "")[:2])) for name, text in versions.items()}
-    stand_in = device == "neuron" and "standin" in (versions["torch-neuronx"] or "")
+    stand_in = called(device) != device
 
     python, least = sys.version_info[:2], (3, 12) if device == "neuron" else (3, 11)
     most = (3, 14) if device == "neuron" else python
@@ -189,8 +244,9 @@ def free_memory() -> float | None:
         cgroup = Path("/sys/fs/cgroup")
         limit = (cgroup / "memory.max").read_text().strip()
         if limit != "max":
-            limits.append(int(limit) - int((cgroup / "memory.current").read_text()))
-    except (OSError, ValueError):
+            cached = int(re.search(r"inactive_file (\d+)", (cgroup / "memory.stat").read_text()).group(1))
+            limits.append(int(limit) - int((cgroup / "memory.current").read_text()) + cached)
+    except (OSError, ValueError, AttributeError):
         pass
     return min(limits) / 2**30
 
@@ -217,19 +273,23 @@ def check_host(ranks: int, results: Path) -> list[Line]:
 
     try:
         with socket.create_server(("", 0)) as server:
-            address = (socket.gethostbyname(socket.gethostname()), server.getsockname()[1])
-            socket.create_connection(address, timeout=5).close()
-        lines.append(("ok", "network", f"ports of {address[0]} can be opened and reached"))
+            name, port = socket.getfqdn(), server.getsockname()[1]  # the name that torchrun takes
+            socket.create_connection((name, port), timeout=5).close()
+        lines.append(("ok", "network", f"this machine reaches its own ports as {name}"))
     except OSError as error:
-        found = f"this machine does not reach itself by its name {socket.gethostname()!r}: {error}"
-        fix = f"add '127.0.0.1 {socket.gethostname()}' to /etc/hosts, or open the firewall for it"
+        found = f"this machine does not reach its own ports as {socket.getfqdn()}: {error}"
+        fix = f"add '127.0.0.1 {socket.getfqdn()}' to /etc/hosts, or open the firewall for it"
         lines.append(("FAIL", "network", f"{found}; {fix}"))
 
-    existing = next(path for path in (results.absolute(), *results.absolute().parents) if path.exists())
+    existing = results.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
     needed = ranks * RESULT_MIB_PER_RANK / 1024 * RUNS
     space = shutil.disk_usage(existing).free / 2**30
     found = f"{space:.1f} GiB free for {results}, make all-parity writes about {needed:.1f}"
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        lines.append(("FAIL", "disk", f"{existing} is no directory; give another place with RESULTS="))
+    elif not os.access(existing, os.W_OK):
         lines.append(("FAIL", "disk", f"{existing} cannot be written; give another place with RESULTS="))
     elif space < needed / RUNS:
         lines.append(("FAIL", "disk", f"{found}; free some, or give another place with RESULTS="))
@@ -247,33 +307,23 @@ def check_device(device: str, backend: str, ranks: int) -> Line:
     ranks = min(ranks, 2)
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--as-rank", "--device", device, "--backend", backend]
-    started = [
-        subprocess.Popen(
-            command,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    what = f"{device} with {backend}"
-    try:
-        errors = [process.communicate(timeout=DEVICE_SECONDS)[1] for process in started]
-    except subprocess.TimeoutExpired:
-        found = f"{ranks} ranks did not end in {DEVICE_SECONDS} s; run one by hand: {' '.join(command)}"
-        return "FAIL", what, found
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    for rank, (process, error) in enumerate(zip(started, errors, strict=True)):
-        if process.returncode:
-            said = (error.strip() or f"exit status {process.returncode}").splitlines()[-1]
-            return "FAIL", what, f"rank {rank}: {said[:300]}; run it by hand: {' '.join(command)}"
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    common |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    own = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    done = run_all([(command, os.environ | variables) for variables in own], DEVICE_SECONDS)
+    by_hand = "; to see more, run each rank by hand: RANK=<rank> LOCAL_RANK=<rank> "
+    by_hand += " ".join(f"{key}={value}" for key, value in common.items()) + f" {' '.join(command)}"
+    what = f"{called(device)} with {backend}"
+    for rank, (status, _, err) in enumerate(done):
+        if status:
+            said = (err or f"exit status {status}").splitlines()[-1]
+            return "FAIL", what, f"rank {rank}: {said[:300]}{by_hand}"
+    late = [rank for rank, (status, _, _) in enumerate(done) if status is None]
+    if late:
+        last = [(rank, done[rank][2].splitlines()[-1]) for rank in late if done[rank][2]]
+        said = "".join(f", rank {rank} last said: {line[:100]}" for rank, line in last)
+        return "FAIL", what, f"ranks {late} did not end in {DEVICE_SECONDS} s{said}{by_hand}"
     return "ok", what, f"a tensor came back unchanged, and the sum over {ranks} ranks is right"
 
 
@@ -340,7 +390,11 @@ def main() -> int:
         devices, line = neuron_ls()
         show([line])
         if devices:
-            show(check_cores(devices, args.ranks))
+            try:
+                show(check_cores(devices, args.ranks))
+            except (TypeError, ValueError, AttributeError, OverflowError) as error:
+                found = f"printed fields of another kind than expected ({error}), so no core was checked"
+                show([("warn", "neuron-ls", f"{found}; look at them by hand")])
         show(check_environment())
     show(check_packages(args.device))
     show(check_host(args.ranks, args.results))
@@ -349,7 +403,7 @@ def main() -> int:
     else:
         show([check_device(args.device, backend, args.ranks)])
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "FAIL"))
-    print(f"== preflight for {args.ranks} ranks on {args.device}: {counts}")
+    print(f"== preflight for {args.ranks} ranks on {called(args.device)}: {counts}")
     return 1 if "FAIL" in verdicts else 0
 
 

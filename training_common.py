@@ -323,11 +323,22 @@ def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: in
             )
         try:
             importlib.import_module("torch_neuronx")  # registers the device and both backends
-        except ImportError as error:
+        except (ImportError, OSError, RuntimeError) as error:  # a library or driver is missing, too
             raise InputError(f"--device neuron: torch-neuronx {version} does not import: {error}") from None
+        if not hasattr(torch, "neuron"):
+            raise InputError(
+                f"--device neuron: torch-neuronx {version} brings no native device, as the XLA-based product "
+                f"of the same name; {fix}"
+            )
         # Each rank takes a core of its own, unless it is shown no other one.
-        if torch.neuron.device_count() > local_rank:
+        cores = torch.neuron.device_count()
+        if cores > local_rank:
             torch.neuron.set_device(local_rank)
+        elif cores != 1:
+            raise InputError(
+                f"--device neuron: {cores} cores are visible to {local_world_size} ranks; start at most "
+                f"{cores} ranks, or unset NEURON_RT_VISIBLE_CORES and NEURON_RT_NUM_CORES"
+            )
     return torch.device(args.device)
 
 

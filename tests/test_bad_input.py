@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from functools import partial
 from pathlib import Path
 
@@ -144,6 +145,33 @@ def test_neuron_package_that_fails_to_import(started, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.14.3.0")
     with pytest.raises(InputError, match="torch-neuronx 2.14.3.0 does not import: No module named"):
         started()
+
+
+def test_neuron_package_that_brings_no_device(started, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.14.3.0")
+    monkeypatch.setitem(sys.modules, "torch_neuronx", types.ModuleType("torch_neuronx"))
+    with pytest.raises(InputError, match="torch-neuronx 2.14.3.0 brings no native device, as the XLA-based"):
+        started()
+
+
+@pytest.mark.parametrize(("cores", "taken"), [(64, [3]), (4, [3]), (1, [])])
+def test_each_rank_takes_its_core(started, monkeypatch, cores, taken):
+    took = []
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.14.3.0")
+    monkeypatch.setitem(sys.modules, "torch_neuronx", types.ModuleType("torch_neuronx"))
+    device = types.SimpleNamespace(device_count=lambda: cores, set_device=took.append)
+    monkeypatch.setattr(torch, "neuron", device, raising=False)
+    monkeypatch.setattr(torch, "device", lambda name: name)  # "neuron" is unknown to it here
+    assert started(rank=3)[2] == "neuron" and took == taken
+
+
+def test_fewer_cores_than_ranks(started, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.14.3.0")
+    monkeypatch.setitem(sys.modules, "torch_neuronx", types.ModuleType("torch_neuronx"))
+    device = types.SimpleNamespace(device_count=lambda: 2)
+    monkeypatch.setattr(torch, "neuron", device, raising=False)
+    with pytest.raises(InputError, match="2 cores are visible to 4 ranks; start at most 2 ranks, or unset"):
+        started(rank=3)
 
 
 def test_cuda_without_a_gpu(started, monkeypatch):

@@ -65,7 +65,7 @@ def test_chain_passes_all_links(chain):
     names = [mode.replace("_", "-") for mode in CHAIN]
     expected = [link for name in names for link in (f"compare-cpu-{name}", "PASS", f"compare-{name}", "PASS")]
     assert [name or "PASS" for name, _ in links] == expected
-    assert done.out.count("== preflight for 4 ranks on neuron: ") == 1
+    assert done.out.count("== preflight for 4 ranks on the stand-in for Neuron: ") == 1
     assert "== cpu-tp: 4 ranks, 3 steps" not in done.out
     assert done.out.count("3 steps on the stand-in for Neuron with neuron") == 2
 

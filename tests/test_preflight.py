@@ -81,7 +81,7 @@ def problems(done):
 def test_healthy_node(check):
     done = check(neuron_ls=NODE)
     assert (done.status, problems(done)) == (0, [])
-    assert "ok    neuron-ls: 16 Neuron devices, 1536 GiB" in done.lines
+    assert "ok    neuron-ls: 16 Neuron devices" in done.lines
     assert "ok    cores: 0 to 63 are there" in done.lines
     assert "ok    device: tried" in done.lines
     assert done.lines[-1].startswith("== preflight for 64 ranks on neuron: ")
@@ -106,6 +106,7 @@ PROCESS = {"pid": 113985, "command": "python train.py", "neuron_runtime_version"
         ("echo 'no driver' >&2; exit 1", "FAIL  neuron-ls: printed no list of devices but: no driver;"),
         ("echo '{\"a\": 0}'", 'FAIL  neuron-ls: printed no list of devices but: {"a": 0}'),
         ("echo '[1]'", "FAIL  neuron-ls: printed no list of devices but: [1]"),
+        ("printf '[%.0s' $(seq 20000)", "FAIL  neuron-ls: printed no list of devices but: [[[["),
         ("true", "FAIL  neuron-ls: printed no list of devices but: nothing"),
         ("exec sleep 20", "FAIL  neuron-ls: did not end in 0.5 s: the driver hangs; reload it"),
     ],
@@ -122,6 +123,9 @@ def test_node_that_is_not_fit(check, neuron_ls, line):
 def test_cores_of_ranks_that_are_not_started_may_be_in_use(check):
     done = check("--ranks", 60, neuron_ls=node(neuron_processes=[PROCESS]))
     assert (done.status, problems(done)) == (0, [])
+    done = check("--ranks", 62, neuron_ls=node(neuron_processes=[PROCESS]))
+    assert done.status == 0
+    assert "device 15, perhaps other cores of it than the ranks will; wait" in problems(done)[0]
 
 
 def test_older_neuron_ls_counts_cores_and_does_not_number_them(check):
@@ -130,6 +134,44 @@ def test_older_neuron_ls_counts_cores_and_does_not_number_them(check):
     assert done.status == 0
     assert "warn  core configuration: neuron-ls does not tell it; update aws-neuronx-tools" in done.lines
     assert "ok    cores: 0 to 63 are there, by count: neuron-ls gives no numbers" in done.lines
+
+
+def test_cores_of_another_size_on_request(check, monkeypatch):
+    devices = [d | {"logical_neuroncore_config": 1, "neuroncore_ids": None, "nc_count": 8} for d in NODE]
+    assert check("--ranks", 128, neuron_ls=devices).status == 1
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    done = check("--ranks", 128, neuron_ls=devices)
+    assert done.status == 0
+    assert problems(done)[0].startswith("warn  core configuration: 1, as NEURON_LOGICAL_NC_CONFIG asks for")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"nc_count": count, "neuroncore_ids": None} for count in ("four", 4_000_000_000, 1e999)),
+        *({"neuron_processes": ["x"]}, {"neuroncore_ids": [[0]]}),
+    ],
+)
+def test_fields_of_another_kind(check, change):
+    done = check(neuron_ls=[NODE[0] | change, *NODE[1:]])
+    assert done.status == 0
+    assert any(line.startswith("warn  neuron-ls: printed fields of another kind") for line in done.lines)
+
+
+@pytest.mark.parametrize("before", ["", "WARNING: a new version is there\\n", "\\0377\\n"])
+def test_numbers_as_text_and_words_before_the_list(check, before):
+    devices = [
+        d | {"logical_neuroncore_config": "2", "neuroncore_ids": list(map(str, d["neuroncore_ids"]))}
+        for d in NODE
+    ]
+    done = check(neuron_ls=f"printf '{before}'; cat <<'END'\n{json.dumps(devices)}\nEND")
+    assert (done.status, problems(done)) == (0, [])
+
+
+def test_results_that_are_a_file(check, tmp_path):
+    (tmp_path / "file").touch()
+    done = check("--device", "cpu", "--results", tmp_path / "file")
+    assert problems(done)[0].startswith(f"FAIL  disk: {tmp_path / 'file'} is no directory")
 
 
 def test_without_neuron_ls(check):
@@ -260,14 +302,11 @@ def test_free_memory_is_what_the_kernel_says():
 def test_disk_and_network(check, monkeypatch, tmp_path):
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**28))
 
-    def nowhere(name):
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "gethostbyname", nowhere)
+    monkeypatch.setattr(socket, "getfqdn", lambda: "no.such.name.invalid")
     done = check("--device", "cpu")
     assert done.status == 1
     network, disk, shared = problems(done)[:3]
-    assert network.startswith("FAIL  network: this machine does not reach itself by its name ")
+    assert network.startswith("FAIL  network: this machine does not reach its own ports as no.such")
     assert disk.startswith("FAIL  disk: 0.2 GiB free for ") and "RESULTS=" in disk
     assert shared.startswith("warn  shared memory: 0.25 GiB free; a container gets more with --shm-size=1g")
 
@@ -293,16 +332,19 @@ def test_device_is_tried_for_real_on_the_cpu(tmp_path):
 
 def test_device_that_fails_is_told_in_one_line(monkeypatch, tmp_path):
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho Traceback >&2\necho 'RuntimeError: no core' >&2\nexit $RANK\n")
+    fails = "sleep 60 & echo Traceback >&2; echo 'RuntimeError: no core' >&2; exit 1"
+    python.write_text(f"#!/bin/sh\n[ $RANK = 0 ] && exec sleep 60\n{fails}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
+    started = time.monotonic()
     verdict, what, found = preflight.check_device("neuron", "neuron", 64)
+    assert time.monotonic() - started < 10  # neither rank 0 nor what rank 1 left behind is waited for
     assert (verdict, what) == ("FAIL", "neuron with neuron")
-    assert found.startswith(f"rank 1: RuntimeError: no core; run it by hand: {python} ")
+    assert found.startswith("rank 1: RuntimeError: no core; to see more, run each rank by hand: RANK=<rank> ")
     assert "\n" not in found
 
 
 def test_device_that_hangs(monkeypatch):
     monkeypatch.setattr(preflight, "DEVICE_SECONDS", 0.2)
     verdict, _, found = preflight.check_device("cpu", "gloo", 2)
-    assert verdict == "FAIL" and found.startswith("2 ranks did not end in 0.2 s; run one by hand: ")
+    assert verdict == "FAIL" and found.startswith("ranks [0, 1] did not end in 0.2 s; to see more, ")

@@ -30,7 +30,7 @@ def build() -> Path:
     cache.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            building = folder.with_suffix(".building")
+            building = Path(f"{folder}.building")
             shutil.rmtree(building, ignore_errors=True)
             package = building / "torch_neuronx"
             shutil.copytree(HERE / "torch_neuronx", package, ignore=shutil.ignore_patterns("__pycache__"))
