@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
 
 # Edit these defaults or use the command-line options in the launch scripts.
@@ -273,6 +274,7 @@ def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
             f"use {'neuron' if args.device == 'neuron' else 'aot_eager'} with --device {args.device}"
         )
     store = next(dist.rendezvous("env://"))[0]
+    store.set_timeout(default_pg_timeout)  # as init_process_group does with a store of its own
     check_same_options(store, rank, args)
     prepare_output_dir(args.output_dir, clear=local_rank == 0)
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size)

@@ -1218,7 +1218,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     with ExitStack() as kept:
         kept.enter_context(mock.patch.object(dist, "init_process_group", lambda *_, **kw: dist.barrier()))
-        kept.enter_context(mock.patch.object(dist, "rendezvous", lambda url: iter([(None, None, None)])))
+        kept.enter_context(mock.patch.object(dist, "rendezvous", lambda url: iter([[mock.Mock()]])))
         kept.enter_context(mock.patch.object(training_common, "check_same_options", lambda *_: None))
         kept.enter_context(mock.patch.object(dist, "destroy_process_group", lambda: None))
         for module in (training_common, eager, simplefsdp):
