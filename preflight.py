@@ -52,31 +52,34 @@ def run_all(commands: list[tuple[list[str], dict]], seconds: float) -> list[tupl
     The status is None for what did not end in time, or was ended because another one failed. Nothing that
     they started stays behind, and nothing that cannot be killed (a hung driver) is waited for.
     """
-    with contextlib.ExitStack() as files:
+    with contextlib.ExitStack() as cleanup:
         started = []
         for command, environment in commands:
-            out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            out, err = (cleanup.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             process = subprocess.Popen(
                 command, env=environment, stdout=out, stderr=err, start_new_session=True
             )
+            cleanup.callback(kill_all, process)  # also after Ctrl-C: a device must not stay taken
             started.append((process, out, err))
         deadline = time.monotonic() + seconds
         statuses = [None] * len(started)
         while None in statuses and not any(statuses) and time.monotonic() < deadline:
             time.sleep(0.02)
             statuses = [process.poll() for process, _, _ in started]
-        done = []
-        for status, (process, *outputs) in zip(statuses, started, strict=True):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=1)
-            texts = []
+        texts = []
+        for _, *outputs in started:
             for file in outputs:
                 file.seek(0)
-                texts.append(file.read(2**22).decode(errors="replace").strip())
-            done.append((status, *texts))
-    return done
+            texts.append([file.read(2**22).decode(errors="replace").strip() for file in outputs])
+    return [(status, *text) for status, text in zip(statuses, texts, strict=True)]
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """End a process that leads a session, and all that it started, without waiting for long."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
 
 
 def neuron_ls() -> tuple[list[dict] | None, Line]:

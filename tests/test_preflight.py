@@ -5,6 +5,8 @@ neuron-ls is replaced by a script that prints what the real one prints, in the f
 
 import importlib.metadata
 import json
+import os
+import pathlib
 import socket
 import sys
 import time
@@ -342,6 +344,26 @@ def test_device_that_fails_is_told_in_one_line(monkeypatch, tmp_path):
     assert (verdict, what) == ("FAIL", "neuron with neuron")
     assert found.startswith("rank 1: RuntimeError: no core; to see more, run each rank by hand: RANK=<rank> ")
     assert "\n" not in found
+
+
+def test_nothing_stays_behind_after_an_interrupt(monkeypatch, tmp_path):
+    def interrupted(seconds):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+            pause(0.01)
+        raise KeyboardInterrupt
+
+    pause = time.sleep
+    monkeypatch.setattr(time, "sleep", interrupted)
+    command = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path / 'pid'}; wait"]
+    with pytest.raises(KeyboardInterrupt):
+        preflight.run_all([(command, dict(os.environ))], 30)
+    child = int((tmp_path / "pid").read_text())
+    for _ in range(100):  # until init has reaped it
+        state = pathlib.Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        pause(0.05)
+    pytest.fail(f"process {child} is still there")
 
 
 def test_device_that_hangs(monkeypatch):
