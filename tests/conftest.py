@@ -70,6 +70,12 @@ def copy_run(source: Path, target: Path) -> Path:
     return target
 
 
+def copy_scripts(target: Path) -> None:
+    """Copy what make needs to run the scripts from another folder."""
+    for name in ("Makefile", "requirements.txt", *(path.name for path in ROOT.glob("*.py"))):
+        shutil.copy(ROOT / name, target)
+
+
 def edit(directory, rank, change):
     """Load a rank file, let change(content) alter it, write it back."""
     path = directory / f"rank-{rank}.pt"

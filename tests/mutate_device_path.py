@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from conftest import ROOT, cpu_options, launch
+from conftest import ROOT, cpu_options, launch, run
 from standin.build import build
 
 MODES = ("ddp", "fsdp", "tp", "simplefsdp_tp")
@@ -68,9 +68,9 @@ def run_mutant(folder: Path, mode: str, path: str) -> str | None:
     load += (
         f"; m = c['metadata']; assert (m['device'], m['backend']) == {wanted}, (m['device'], m['backend'])"
     )
-    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
-    if done.returncode:
-        return f"its file: {done.stderr.splitlines()[-1][:80]}"
+    done = run(sys.executable, "-c", load)
+    if done.status:
+        return f"its file: {done.err.splitlines()[-1][:80]}"
     compiled = "torch_neuronx._compile" in (folder / "imports-0").read_text().split()
     return "not compiled with neuron" if mode == "simplefsdp_tp" and not compiled else None
 

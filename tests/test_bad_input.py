@@ -147,9 +147,14 @@ def test_neuron_package_that_fails_to_import(started, monkeypatch):
         started()
 
 
-def test_neuron_package_that_brings_no_device(started, monkeypatch):
+def install_neuron(monkeypatch):
+    """As if a torch-neuronx were there that registers nothing."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.14.3.0")
     monkeypatch.setitem(sys.modules, "torch_neuronx", types.ModuleType("torch_neuronx"))
+
+
+def test_neuron_package_that_brings_no_device(started, monkeypatch):
+    install_neuron(monkeypatch)
     with pytest.raises(InputError, match="torch-neuronx 2.14.3.0 brings no native device, as the XLA-based"):
         started()
 
@@ -157,8 +162,7 @@ def test_neuron_package_that_brings_no_device(started, monkeypatch):
 @pytest.mark.parametrize(("cores", "taken"), [(64, [3]), (4, [3]), (1, [])])
 def test_each_rank_takes_its_core(started, monkeypatch, cores, taken):
     took = []
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.14.3.0")
-    monkeypatch.setitem(sys.modules, "torch_neuronx", types.ModuleType("torch_neuronx"))
+    install_neuron(monkeypatch)
     device = types.SimpleNamespace(device_count=lambda: cores, set_device=took.append)
     monkeypatch.setattr(torch, "neuron", device, raising=False)
     monkeypatch.setattr(torch, "device", lambda name: name)  # "neuron" is unknown to it here
@@ -166,8 +170,7 @@ def test_each_rank_takes_its_core(started, monkeypatch, cores, taken):
 
 
 def test_fewer_cores_than_ranks(started, monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.14.3.0")
-    monkeypatch.setitem(sys.modules, "torch_neuronx", types.ModuleType("torch_neuronx"))
+    install_neuron(monkeypatch)
     device = types.SimpleNamespace(device_count=lambda: 2)
     monkeypatch.setattr(torch, "neuron", device, raising=False)
     with pytest.raises(InputError, match="2 cores are visible to 4 ranks; start at most 2 ranks, or unset"):

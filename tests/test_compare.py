@@ -411,10 +411,13 @@ def test_usage_errors_are_one_line(verdict):
 
 
 def test_comparison_works_alone_in_an_empty_folder(pair, tmp_path):
-    edit_all(pair[1], lambda content: content["records"][1]["output"].mul_(2))
     (tmp_path / "alone").mkdir()
     shutil.copy(ROOT / "compare_training.py", tmp_path / "alone")
     arguments = ["--reference-dir", pair[0], "--actual-dir", pair[1], "--world-size", RANKS]
+    done = run(sys.executable, "-O", "compare_training.py", *arguments, cwd=tmp_path / "alone")
+    assert done.status == 0, done.err
+    assert f"PASS comparison ranks={RANKS} steps={STEPS}" in done.out
+    edit_all(pair[1], lambda content: content["records"][1]["output"].mul_(2))
     done = run(sys.executable, "-O", "compare_training.py", *arguments, cwd=tmp_path / "alone")
     assert (done.status, done.err) == (1, "")
     assert "not looked for, diagnose_training.py is not beside this script" in done.out

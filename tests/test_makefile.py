@@ -2,12 +2,11 @@
 
 import os
 import re
-import shutil
 import sys
 from functools import partial
 
 import pytest
-from conftest import ROOT, run
+from conftest import copy_scripts, run
 
 MODES = ("ddp", "fsdp", "tp", "simplefsdp-tp")
 
@@ -15,8 +14,7 @@ MODES = ("ddp", "fsdp", "tp", "simplefsdp-tp")
 @pytest.fixture
 def make(tmp_path):
     """make(targets and variables...), in a copy of the scripts, two ranks and two steps."""
-    for name in ("Makefile", "requirements.txt", *(path.name for path in ROOT.glob("*.py"))):
-        shutil.copy(ROOT / name, tmp_path)
+    copy_scripts(tmp_path)
 
     def call(*arguments, **environment):
         settings = ["RANKS=2", "STEPS=2", f"PYTHON={sys.executable}"]
@@ -90,8 +88,9 @@ def test_parallel_make_runs_one_after_the_other(make):
 
 
 def test_failed_run_ends_the_chain_before_the_comparison(make):
-    done = make("-k", "tp", "LAUNCH=false")
+    done = make("-k", "tp", "LAUNCH=echo 'error: rank 1 failed first' >&2; false")
     assert done.status != 0
+    assert "error: rank 1 failed first\n" in done.err and "Traceback" not in done.err
     assert "== cpu-tp: " in done.out and completed(done) == []
     assert "compare" not in done.out
 

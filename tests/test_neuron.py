@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import RANKS, ROOT, STEPS, edit_all, launch, run
+from conftest import RANKS, ROOT, STEPS, copy_run, copy_scripts, edit_all, launch, run
 
 CHAIN = ("tp", "simplefsdp_tp")
 
@@ -47,8 +47,7 @@ def chain(runs, standin, tmp_path_factory):
     Two modes, one for each oracle, and the others below; CI runs make all-parity on the stand-in, too.
     """
     folder = tmp_path_factory.mktemp("chain")
-    for name in ("Makefile", *(path.name for path in ROOT.glob("*.py"))):
-        shutil.copy(ROOT / name, folder)
+    copy_scripts(folder)
     settings = [f"RANKS={RANKS}", f"STEPS={STEPS}", f"PYTHON={sys.executable}", "DEVICE=neuron"]
     names = [mode.replace("_", "-") for mode in CHAIN]
     made = run("make", *settings, *(f"results/.settings-{name}" for name in names), cwd=folder, **standin)
@@ -79,6 +78,7 @@ def test_chain_calls_the_stand_in_by_its_name(chain):
     assert re.search(r"against the oracle +cpu \(reference\) +stand-in \(actual\) +ratio\n", done.out)
     assert re.search(r"gradients +[\d.]+ eps +[\d.]+ eps +1\n", done.out)
     page = (folder / "results" / "report.html").read_text()
+    assert "results/cpu-tp" in page and "results/oracle-eager" in page
     assert "stand-in for Neuron" in page and "a run on Neuron" not in page
     for name in ("tp", "simplefsdp-tp"):
         metadata = torch.load(folder / f"results/{name}/rank-3.pt", weights_only=True)["metadata"]
@@ -124,13 +124,10 @@ def test_error_of_one_core_in_an_update_is_located(device_run, runs, compare):
 
 
 def test_result_of_the_stand_in_is_not_taken_for_neurons(runs, compare, tmp_path):
-    shutil.copytree(runs("ddp").directory, tmp_path / "actual")
-
-    def relabel(content):
-        content["metadata"].update(device="stand-in", torch_neuronx_version="2.14.0+standin", saved_at=1.0)
-
-    edit_all(tmp_path / "actual", relabel)
-    arguments = "--reference-dir", runs("ddp").directory, "--actual-dir", tmp_path / "actual"
+    actual = copy_run(runs("ddp").directory, tmp_path / "actual")
+    labels = {"device": "stand-in", "torch_neuronx_version": "2.14.0+standin"}
+    edit_all(actual, lambda content: content["metadata"].update(labels))
+    arguments = "--reference-dir", runs("ddp").directory, "--actual-dir", actual
     done = compare(*arguments, "--world-size", RANKS)
     assert done.status == 0
     assert "No accelerator was checked: the stand-in" in done.out

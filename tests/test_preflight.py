@@ -80,6 +80,12 @@ def problems(done):
     return [line for line in done.lines if line.startswith(("warn", "FAIL"))]
 
 
+def assert_told(done, line):
+    """The first problem is this one, and the exit status follows from it."""
+    assert done.status == (1 if line.startswith("FAIL") else 0)
+    assert problems(done)[0].startswith(line)
+
+
 def test_healthy_node(check):
     done = check(neuron_ls=NODE)
     assert (done.status, problems(done)) == (0, [])
@@ -218,8 +224,7 @@ def test_environment(check, monkeypatch, name, value, line):
     else:
         monkeypatch.setenv(name, value)
     done = check(neuron_ls=NODE)
-    assert done.status == (1 if line.startswith("FAIL") else 0)
-    assert problems(done)[0].startswith(line)
+    assert_told(done, line)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +248,7 @@ def test_environment(check, monkeypatch, name, value, line):
 def test_versions(check, package, version, line):
     check.versions[package] = version
     done = check(neuron_ls=NODE)
-    assert done.status == (1 if line.startswith("FAIL") else 0)
-    assert problems(done)[0].startswith(line)
+    assert_told(done, line)
 
 
 @pytest.mark.parametrize("package", ["torch", "torch-neuronx"])

@@ -89,6 +89,8 @@ def test_command_line_works_apart_from_the_rank_count(folder, request, call, mon
         ranks = re.search(r"--expected-world-size (\d)", " ".join(words))[1]
         own = rf"PASS rank=\d mode=\w+ world_size={ranks}|PASS rank=\d: records"
         assert len(re.findall(own, done.out)) == int(ranks)
+        written = (folder / words[words.index("--output-dir") + 1]).iterdir()
+        assert sorted(path.name for path in written) == [f"rank-{rank}.pt" for rank in range(int(ranks))]
         return
     if "compare_training.py" in command:
         assert done.status == 0, done.out + done.err
