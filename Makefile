@@ -26,6 +26,7 @@ PYTHON := $(if $(filter 2.14.%,$(ACTIVE_TORCH)),python,.venv/bin/python)
 endif
 ifeq ($(PYTHON),.venv/bin/python)
 ENVIRONMENT := .venv/installed
+TITAN_ENVIRONMENT := .venv/installed-titan
 REPORT_ENVIRONMENT := .venv/installed-report
 DEV_ENVIRONMENT := .venv/installed-dev
 endif
@@ -65,7 +66,10 @@ SCRIPTS := training_common.py distributed_train.py simplefsdp_tp_train.py launch
 ORACLE_SCRIPTS := training_common.py oracle_train.py
 COMPARISONS := $(MODES:%=$(RESULTS)/compare-cpu-%.json) $(MODES:%=$(RESULTS)/compare-%.json)
 
+TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-test
+
 .PHONY: help all-parity preflight preflight-quiet oracle report test silent-bugs lint format bench clean FORCE
+.PHONY: $(TITAN)
 .PHONY: $(MODES) $(MODES:%=cpu-%) $(MODES:%=device-%) $(MODES:%=compare-%) $(MODES:%=compare-cpu-%)
 # One run at a time, whatever -j says: a run uses every core, and two would mix their output.
 .NOTPARALLEL:
@@ -82,7 +86,12 @@ help:
 	@echo 'make compare-<mode>      the device run with the CPU run'
 	@echo 'make preflight           can this machine run RANKS ranks on DEVICE? Part of every job on a device'
 	@echo 'make report              $(RESULTS)/report.html on all comparisons that were made'
+	@echo 'make titan-llama         ten steps of Llama 3 by SimpleFSDP in TorchTitan, at debug size off Neuron'
+	@echo 'make titan-deepseek      the same of DeepSeek-V3'
+	@echo 'make titan-smoke         both on four ranks at TP2 x FSDP2, debug size, on the CPU; each run checked'
+	@echo 'make titan-parity        TorchTitan: compiled SimpleFSDP, eager FSDP2 and one rank compared'
 	@echo 'make test                run the tests'
+	@echo 'make titan-test          run the tests of titan/ that train with TorchTitan'
 	@echo 'make silent-bugs         train with 74 real mistakes and see that each is found and named'
 	@echo 'make lint                check style and formatting'
 	@echo 'make format              format the code'
@@ -192,6 +201,24 @@ report: | $(REPORT_ENVIRONMENT)
 	if [ -z "$$(echo $$files)" ]; then echo "error: $(RESULTS) holds no comparison; run make ddp or another mode first" >&2; exit 2; fi; \
 	$(PYTHON) report_training.py $$files --output "$(RESULTS)/report.html"
 
+# TorchTitan. The wrappers choose the device by themselves: the vendor's recipes on a Neuron node.
+titan_variables = PYTHON=$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) RESULTS=$(RESULTS)
+
+titan-llama: | $(TITAN_ENVIRONMENT)
+	@$(titan_variables) titan/llama_fsdp64.sh $(TITAN_OPTIONS)
+
+titan-deepseek: | $(TITAN_ENVIRONMENT)
+	@$(titan_variables) titan/deepseek_tp4_fsdp16.sh $(TITAN_OPTIONS)
+
+titan-smoke: | $(TITAN_ENVIRONMENT)
+	@DEVICE=cpu NGPU=4 $(titan_variables) titan/llama_fsdp64.sh --parallelism.tensor_parallel_degree=2
+	@DEVICE=cpu NGPU=4 $(titan_variables) titan/deepseek_tp4_fsdp16.sh
+	@echo "== titan-smoke: Llama 3 and DeepSeek-V3 trained at debug size on four ranks of the CPU, TP2 x FSDP2"
+
+titan-parity: | $(TITAN_ENVIRONMENT)
+	@$(PYTHON) titan/make_assets.py
+	@$(PYTHON) titan/parity.py --results "$(RESULTS)/titan-parity"
+
 .venv/installed: requirements.txt
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "error: $(BASE_PYTHON) is Python %d.%d, 3.11 or newer is needed: make BASE_PYTHON=python3.12" % v[:2])'
 	@echo "== installing torch into .venv, once: some minutes, some GB"
@@ -203,13 +230,21 @@ report: | $(REPORT_ENVIRONMENT)
 	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements-report.txt
 	@touch $@
 
+.venv/installed-titan: requirements-titan.txt .venv/installed
+	@echo "== installing TorchTitan into .venv, once"
+	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements-titan.txt
+	@touch $@
+
 .venv/installed-dev: requirements-dev.txt requirements-report.txt .venv/installed
 	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 test: | $(DEV_ENVIRONMENT)
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || { echo "error: $(PYTHON) has no pytest: pip install -r requirements-dev.txt" >&2; exit 2; }
-	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs --ignore=tests/titan -n 2 --dist loadfile --no-loadscope-reorder
+
+titan-test: | $(DEV_ENVIRONMENT) $(TITAN_ENVIRONMENT)
+	$(PYTHON) -m pytest tests/titan
 
 silent-bugs: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/silent_bugs

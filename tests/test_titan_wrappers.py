@@ -1,0 +1,274 @@
+"""titan/*.sh: the tutorial's commands word for word, their guards, and that they start what they print.
+
+A checkout of torchtitan-neuron is played by a folder whose run_train.sh tells what it was given and
+prints a log as TorchTitan does; neuron-ls and neuron-monitor are scripts that print their JSON.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, run
+
+GRAPH_TRAINER = "torchtitan_neuron.experiments.graph_trainer"
+LAYOUT = "--parallelism.tensor_parallel_degree=4 --parallelism.data_parallel_shard_degree=-1"
+DEEPSEEK = "simple_fsdp_deepseek_v3_16b_nki_tp4_fsdp16"
+DEEPSEEK_ASSETS = "--hf_assets_path=./assets/hf/deepseek-moe-16b-base"
+DOWNLOAD = "python scripts/download_hf_assets.py --repo_id"
+# The commands as the tutorial has them, line breaks aside.
+TUTORIAL = {
+    "llama_fsdp64": f"NGPU=64 MODULE={GRAPH_TRAINER}.llama3 CONFIG=simple_fsdp_llama3_8b_fullac "
+    "./run_train.sh --training.steps 10 --dataloader.dataset c4_test "
+    "--hf_assets_path=./tests/assets/tokenizer",
+    "deepseek_tp4_fsdp16": f"NGPU=64 MODULE={GRAPH_TRAINER}.deepseek_v3 CONFIG={DEEPSEEK} ./run_train.sh "
+    "--training.steps 10 --dataloader.dataset c4_test",
+    "llama_c4_tp4_fsdp16_selective": f"NGPU=64 MODULE={GRAPH_TRAINER}.llama3 CONFIG=simple_fsdp_llama3_8b "
+    f"./run_train.sh --training.global_batch_size 64 --dataloader.dataset c4 {LAYOUT}",
+    "llama_c4_tp4_fsdp16_full": f"NGPU=64 MODULE={GRAPH_TRAINER}.llama3 CONFIG=simple_fsdp_llama3_8b_fullac "
+    f"./run_train.sh --training.global_batch_size 64 --dataloader.dataset c4 {LAYOUT}",
+    "deepseek_c4_tp4_fsdp16_selective": f"NGPU=64 MODULE={GRAPH_TRAINER}.deepseek_v3 CONFIG={DEEPSEEK} "
+    f"./run_train.sh --dataloader.dataset c4 {DEEPSEEK_ASSETS}",
+    "deepseek_c4_tp4_fsdp16_full": f"NGPU=64 MODULE={GRAPH_TRAINER}.deepseek_v3 CONFIG={DEEPSEEK}_fac "
+    f"./run_train.sh --dataloader.dataset c4 {DEEPSEEK_ASSETS}",
+    "download_tokenizers": f"{DOWNLOAD} meta-llama/Llama-3.1-8B --assets tokenizer --hf_token=$HF_TOKEN "
+    f"{DOWNLOAD} deepseek-ai/deepseek-moe-16b-base --assets tokenizer",
+}
+LLAMA = "titan/llama_fsdp64.sh"
+SELECTIVE = "titan/llama_c4_tp4_fsdp16_selective.sh"
+NODE = [
+    {"neuron_device": i, "nc_count": 4, "neuroncore_ids": list(range(4 * i, 4 * i + 4))} for i in range(16)
+]
+RUN_TRAIN = """#!/usr/bin/env bash
+echo "$PWD|$NGPU|$MODULE|$CONFIG|$*" > called
+stamp() { echo "[rank0]:[titan] 2026-11-29 10:00:$1,000 - root - INFO - $2"; }
+stamp 00 "Trainer is initialized with local batch size 1, total steps 3 (warmup 2)"
+stamp 00 "Training starts at step 1"
+stamp 30 "step:  1  loss: 12.00000  grad_norm:  1.0000  memory: 11.91GiB(49.63%)  tps: 10"
+stamp 32 "step:  2  loss: 11.50000  grad_norm:  1.0000  memory: 11.91GiB(49.63%)  tps: 100"
+stamp 34 "step:  3  loss: 11.00000  grad_norm:  1.0000  memory: 11.91GiB(49.63%)  tps: 100"
+[ -e fail ] && exit 3
+stamp 36 "Training completed"
+"""
+DOWNLOADER = """import pathlib, sys
+word = dict(zip(sys.argv[1::2], sys.argv[2::2]))["--repo_id"]
+pathlib.Path("downloads").open("a").write(" ".join(sys.argv[1:]) + "\\n")
+if pathlib.Path("fail").exists():
+    sys.exit("401 Client Error")
+folder = pathlib.Path("assets/hf") / word.split("/")[1]
+folder.mkdir(parents=True, exist_ok=True)
+if not pathlib.Path("no-match").exists():
+    (folder / "tokenizer.json").write_text("{}")
+"""
+
+
+def words(text: str) -> list[str]:
+    return [word for word in shlex.split(text) if word != "\n"]
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A Neuron node as far as the wrappers see it: .checkout, .environment, .tool(name, text)."""
+    checkout, tools = tmp_path / "torchtitan-neuron", tmp_path / "bin"
+    for folder in (checkout / "scripts", checkout / "tests/assets/tokenizer", tools):
+        folder.mkdir(parents=True)
+    (checkout / "tests/assets/tokenizer/tokenizer.json").write_text("{}")
+    (checkout / "scripts/download_hf_assets.py").write_text(DOWNLOADER)
+
+    def tool(name: str, text: str) -> None:
+        path = tools / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    tool("neuron-ls", f"#!/bin/sh\ncat <<'END'\n{json.dumps(NODE)}\nEND\n")
+    tool("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (checkout / "run_train.sh").write_text(RUN_TRAIN)
+    (checkout / "run_train.sh").chmod(0o755)
+    environment = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "TORCHTITAN_NEURON_DIR": str(checkout),
+        "RESULTS": str(tmp_path / "results"),
+        "PYTHON": sys.executable,
+    }
+    log = tmp_path / "results/titan/llama_fsdp64.log"
+    return SimpleNamespace(checkout=checkout, environment=environment, tool=tool, log=log)
+
+
+@pytest.mark.parametrize("name", TUTORIAL)
+def test_dry_run_is_the_tutorials_command(name):
+    result = run(ROOT / f"titan/{name}.sh", "--dry-run", DEVICE="neuron")
+    assert result.status == 0, result.err
+    assert words(result.out) == words(TUTORIAL[name])
+
+
+def test_every_wrapper_is_in_the_list_above():
+    wrappers = {path.stem for path in (ROOT / "titan").glob("*.sh")} - {"env"}
+    assert wrappers == set(TUTORIAL)
+
+
+def test_dry_run_elsewhere_shows_both_commands(tmp_path):
+    result = run(ROOT / LLAMA, "--dry-run", "--metrics.log_freq", "5", PATH="/usr/bin:/bin")
+    here, neuron = result.out.split("# on a Neuron node, in the torchtitan-neuron directory:\n")
+    assert here.startswith("# here, on the cpu, at debug size:\n")
+    assert "titan/train.py --module titan.llama3 --config simple_fsdp_llama3_debugmodel_fullac" in " ".join(
+        words(here)
+    )
+    assert words(neuron) == [*words(TUTORIAL["llama_fsdp64"]), "--metrics.log_freq", "5"]
+
+
+def test_variables_and_more_options():
+    variables = {"NGPU": "32", "MODULE": "my.recipes", "CONFIG": "mine", "STEPS": "7"}
+    result = run(ROOT / LLAMA, "--dry-run", "--a.b=c d", DEVICE="neuron", **variables)
+    assert words(result.out)[:4] == ["NGPU=32", "MODULE=my.recipes", "CONFIG=mine", "./run_train.sh"]
+    assert "--training.steps 7" in result.out
+    assert words(result.out)[-1] == "--a.b=c d"
+    result = run(ROOT / SELECTIVE, "--dry-run", DEVICE="neuron", STEPS="500")
+    assert words(result.out)[-2:] == ["--training.steps", "500"]
+
+
+def test_own_data_is_not_overridden_elsewhere():
+    result = run(ROOT / LLAMA, "--dry-run", "--dataloader.dataset=c4", DEVICE="cpu")
+    assert ".titan/c4_test" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        (["--compile.mode", "aot_fx_trace"], {}, "--compile.mode is 'aot_fx_trace': SimpleFSDP on Neuron"),
+        (["--compile.mode=aot_fx_trace"], {"DEVICE": "cpu"}, "supports jit only"),
+        ([], {"MODULE": "llama3"}, "MODULE is 'llama3', a short name, which resolves to upstream's recipes"),
+        ([], {"CONFIG": "simple_fsdp_llama3_8b"}, "runs out of memory on 24 GiB cores: take CONFIG="),
+        (
+            ["--parallelism.tensor-parallel-degree", "1"],
+            {"CONFIG": "simple_fsdp_llama3_8b"},
+            "--parallelism.tensor_parallel_degree=4",
+        ),
+        ([], {"NGPU": "all"}, "NGPU is 'all': give a number of ranks, 1 or more"),
+        ([], {"NGPU": "0"}, "NGPU is '0'"),
+        ([], {"STEPS": "-1"}, "STEPS is '-1': give a number of steps"),
+        ([], {"DEVICE": "tpu"}, "DEVICE is 'tpu': neuron, cuda or cpu"),
+    ],
+)
+def test_arguments_are_refused(options, environment, said):
+    result = run(ROOT / LLAMA, "--dry-run", *options, **{"DEVICE": "neuron"} | environment)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("error: ")
+    assert said in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_jit_and_tensor_parallelism_are_taken():
+    assert run(ROOT / LLAMA, "--dry-run", "--compile.mode", "jit", DEVICE="neuron").status == 0
+    options = ["--dry-run", "--parallelism.tensor_parallel_degree", "2"]
+    assert run(ROOT / LLAMA, *options, DEVICE="neuron", CONFIG="simple_fsdp_llama3_8b").status == 0
+
+
+def test_run_on_neuron_starts_what_the_tutorial_starts(node):
+    node.tool(
+        "neuron-monitor",
+        """#!/bin/sh
+echo '{"neuron_runtime_data": [{"report": {"neuroncore_counters": {"neuroncores_in_use":
+{"0": {"neuroncore_utilization": 93.5}, "1": {"neuroncore_utilization": 0}}}}}]}' | tr -d '\\n'
+echo
+exec sleep 100
+""",
+    )
+    result = run(ROOT / LLAMA, "--metrics.log_freq", "1", **node.environment)
+    assert result.status == 0, result.out + result.err
+    called = (node.checkout / "called").read_text().strip().split("|")
+    tutorial = words(TUTORIAL["llama_fsdp64"])
+    assert called[0] == str(node.checkout)
+    assert called[1:4] == [word.partition("=")[2] for word in tutorial[:3]]
+    assert words(called[4]) == [*tutorial[4:], "--metrics.log_freq", "1"]
+    assert node.log.read_text() in result.out
+    assert "ok   NeuronCores in use     1 cores, in 1 reports of neuron-monitor" in result.out
+    assert f"PASS {node.log}: steps=3, last loss 11.00000" in result.out
+    for said in ("does not mask document boundaries", "jit is deprecated", "first step traces", "NEFF_CACHE"):
+        assert said in result.err
+
+
+def test_failed_run_on_neuron_fails(node):
+    (node.checkout / "fail").touch()
+    result = run(ROOT / LLAMA, **node.environment)
+    assert result.status == 3
+    assert "FAIL all steps done" in result.out
+
+
+def test_full_run_says_what_it_costs(node):
+    assets = node.checkout / "assets/hf/Llama-3.1-8B"
+    assets.mkdir(parents=True)
+    (assets / "tokenizer.json").write_text("{}")
+    result = run(ROOT / SELECTIVE, **node.environment)
+    assert "the instance bills: stop it with Ctrl-C" in result.err
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "environment", "change", "said"),
+    [
+        (LLAMA, {"TORCHTITAN_NEURON_DIR": ""}, None, "TORCHTITAN_NEURON_DIR is not set"),
+        (LLAMA, {"TORCHTITAN_NEURON_DIR": "/nowhere"}, None, "no run_train.sh in TORCHTITAN_NEURON_DIR"),
+        (LLAMA, {"NGPU": "32"}, None, "NGPU is 32, neuron-ls lists 64 cores: a run of another number hangs"),
+        (
+            LLAMA,
+            {},
+            ("neuron-ls", "#!/bin/sh\necho no driver\n"),
+            "lists no cores, so NGPU=64 cannot be checked",
+        ),
+        (SELECTIVE, {}, None, "no tokenizer in ./assets/hf/Llama-3.1-8B"),
+        ("titan/deepseek_c4_tp4_fsdp16_full.sh", {}, None, "run titan/download_tokenizers.sh"),
+    ],
+)
+def test_neuron_machine_is_checked(node, wrapper, environment, change, said):
+    if change:
+        node.tool(*change)
+    result = run(ROOT / wrapper, **node.environment | environment)
+    assert result.status == 2
+    assert said in result.err
+    assert not (node.checkout / "called").exists()
+
+
+def test_elsewhere_torchtitan_is_needed(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    result = run(ROOT / LLAMA, DEVICE="cpu", PYTHON=str(python))
+    assert result.status == 2
+    assert "has no torchtitan: make titan-smoke installs it" in result.err
+
+
+def test_download(node):
+    result = run(ROOT / "titan/download_tokenizers.sh", HF_TOKEN="hf_secret", **node.environment)
+    assert result.status == 0, result.err
+    llama, deepseek = (node.checkout / "downloads").read_text().splitlines()
+    assert llama == "--repo_id meta-llama/Llama-3.1-8B --assets tokenizer --hf_token=hf_secret"
+    assert deepseek == "--repo_id deepseek-ai/deepseek-moe-16b-base --assets tokenizer"
+
+
+def test_dry_run_does_not_print_the_token():
+    result = run(ROOT / "titan/download_tokenizers.sh", "--dry-run", HF_TOKEN="hf_secret")
+    assert "hf_secret" not in result.out + result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "marker", "status", "said"),
+    [
+        ([], {}, None, 2, "HF_TOKEN is not set, and meta-llama/Llama-3.1-8B is gated"),
+        (["deepseek"], {}, None, 0, ""),
+        (["deepseek"], {}, "no-match", 1, "matched no tokenizer file"),
+        (["llama"], {"HF_TOKEN": "x"}, "fail", 1, "your account has been granted access"),
+        (["mistral"], {}, None, 2, "'mistral' is unknown: --dry-run, llama or deepseek"),
+        (["deepseek"], {"TORCHTITAN_NEURON_DIR": ""}, None, 2, "TORCHTITAN_NEURON_DIR is not set"),
+        (["deepseek"], {"TORCHTITAN_NEURON_DIR": "/nowhere"}, None, 2, "no scripts/download_hf_assets.py in"),
+    ],
+)
+def test_download_guards(node, arguments, environment, marker, status, said):
+    if marker:
+        (node.checkout / marker).touch()
+    shutil.rmtree(node.checkout / "assets", ignore_errors=True)
+    environment = {"HF_TOKEN": ""} | node.environment | environment
+    result = run(ROOT / "titan/download_tokenizers.sh", *arguments, **environment)
+    assert result.status == status, result.err
+    assert said in result.err

@@ -1,0 +1,105 @@
+"""titan/parity.py on real TorchTitan runs: clean ones pass, each planted mistake is caught and told.
+
+Short runs on one or two ranks; `make titan-parity` is the whole comparison at four.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, launch, run
+
+sys.path.insert(0, str(ROOT / "titan"))
+import parity  # noqa: E402
+
+STEPS = 2
+FAULTY = Path(__file__).parent / "faulty_train.py"
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+    assert run(sys.executable, ROOT / "titan/make_assets.py", "--output", folder).status == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(assets, tmp_path_factory):
+    """A function that makes a run, with a mistake or none, once, and returns its record's path."""
+    base = tmp_path_factory.mktemp("parity")
+
+    def make(family: str, fault: str, plan: str, ranks: int, *options: str) -> Path:
+        output = base / family / ("-".join([fault, plan, str(ranks), *options]) + ".pt")
+        if not output.exists():
+            seed = base / f"{family}-seed"
+            if plan != "seed" and not seed.exists():
+                make(family, "none", "seed", 1)
+            words = ["--family", family, "--plan", plan, "--steps", STEPS, "--assets", assets]
+            words += ["--seed-checkpoint", seed, "--output", output, *options]
+            logs = base / "logs" / output.stem
+            done = launch(ranks, logs, FAULTY, fault, *words, HF_DATASETS_CACHE=str(assets / "cache"))
+            assert done.status == 0, done.err
+        return output
+
+    return make
+
+
+def verdict(reference: Path, actual: Path) -> list[str]:
+    return parity.compare(parity.load(reference), parity.load(actual))[1]
+
+
+@pytest.fixture(scope="module")
+def llama(train):
+    return train("llama3", "none", "fsdp2", 1)
+
+
+@pytest.fixture(scope="module")
+def deepseek(train):
+    return train("deepseek_v3", "none", "fsdp2", 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan", "ranks", "options"),
+    [
+        ("none", "fsdp2", 2, []),
+        ("none", "simple_fsdp", 2, ["--replicate", "2"]),
+        ("none", "simple_fsdp", 1, ["--checkpointing", "full"]),
+        ("none", "fsdp2", 1, ["--checkpointing", "full"]),
+        ("chunked_loss", "fsdp2", 1, []),
+    ],
+)
+def test_clean_runs_pass(train, llama, fault, plan, ranks, options):
+    assert verdict(llama, train("llama3", fault, plan, ranks, *options)) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan", "ranks", "options", "said"),
+    [
+        ("divide_factor_left_out", "fsdp2", 2, [], "gradient of tok_embeddings.weight is off by 0.5 "),
+        ("wrong_mesh_dimension", "simple_fsdp", 2, ["--replicate", "2"], "gradient of tok_embeddings.weight"),
+        ("chunked_loss_of_graph_trainer", "fsdp2", 1, [], "norm.weight has no gradient in the actual run"),
+        ("recompute_in_bfloat16", "fsdp2", 1, ["--checkpointing", "full"], "gradient of layers.0."),
+    ],
+)
+def test_mistakes_are_caught(train, llama, fault, plan, ranks, options, said):
+    mismatches = verdict(llama, train("llama3", fault, plan, ranks, *options))
+    # The loss of the first step is right in all of them: no loss curve shows them at once.
+    assert mismatches
+    assert all(line.startswith(("step 1: gradient", "step 1: norm", "step 2:")) for line in mismatches)
+    assert any(line.startswith(f"step 1: {said}") for line in mismatches), mismatches[:5]
+
+
+def test_factor_is_told(train, llama):
+    mismatches = verdict(llama, train("llama3", "divide_factor_left_out", "fsdp2", 2))
+    assert "0.5x the reference" in mismatches[0]
+
+
+def test_mixture_of_experts_passes(train, deepseek):
+    assert verdict(deepseek, train("deepseek_v3", "none", "fsdp2", 2)) == []
+
+
+def test_routing_is_compared(train, deepseek):
+    mismatches = verdict(deepseek, train("deepseek_v3", "load_balancing_left_out", "fsdp2", 1))
+    assert mismatches
+    assert all(line.startswith("step 2:") for line in mismatches)
+    assert any("tokens go to other experts" in line for line in mismatches)

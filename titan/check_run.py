@@ -1,0 +1,309 @@
+"""Did a TorchTitan run do what the tutorial's Confirmation asks? Reads the run's log, nothing else.
+
+    python titan/check_run.py results/titan/llama_fsdp64.log
+    python titan/check_run.py LOG --steps 500 --plot loss.png
+    python titan/check_run.py LOG --stopped        a run that was stopped with Ctrl-C
+
+One line per point: ok, FAIL, or -- for what this log cannot tell. Exit status: 0 all points hold, 1 one
+does not, 2 no log of a TorchTitan run.
+
+Why the text log: everyone has it, of every TorchTitan version, also of a run on a rented node; the
+TensorBoard and structured logs are off by default. Colours, the prefixes that torchrun puts before a
+line, and lines of several ranks mixed are understood; of several ranks, the lowest is read.
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# torchrun: "[rank3]:", "[default3]:"; older ones "rank3:"
+RANK = re.compile(r"^\s*\[?(?:rank|default|trainer)?(\d+)\]?:")
+TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,(\d{3}))?")
+NUMBER = r"([-+]?(?:[\d,]+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
+STEP = re.compile(rf"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*{NUMBER}", re.IGNORECASE)
+SPEED = re.compile(rf"\b(?:tps|wps):\s*{NUMBER}")
+TOTAL = re.compile(r"\btotal steps:? (\d+)")
+TITAN = re.compile(
+    r"\[titan\]|torchtitan|Trainer (?:is )?initialized|Training starts at step|\bstep:\s*\d+\s+loss:"
+)
+STARTS = re.compile(r"Training starts at step:? (\d+)")
+# What a rank leaves behind that did not end by itself; a run that was stopped leaves the second kind too.
+DEATH = re.compile(r"\bSIG(?:KILL|SEGV|ABRT|BUS)\b|Loss is not finite|out of memory", re.IGNORECASE)
+DEATH_OR_STOP = re.compile(
+    rf"{DEATH.pattern}|Traceback \(most recent call last\)|ChildFailedError|exitcode\s*:\s*-?[1-9]"
+    r"|\bSIGTERM\b|^error: ",
+    re.IGNORECASE,
+)
+TREND_STEPS = 10  # "the first several steps"
+FASTER = 0.5  # of the first step's time: "substantially faster"
+
+
+class Step(NamedTuple):
+    """One logged step: its loss, seconds since 1970 and tokens per second, both None if not logged."""
+
+    number: int
+    loss: float
+    time: float | None
+    speed: float | None
+
+
+class Log(NamedTuple):
+    """What a log tells of the rank that is read."""
+
+    steps: list[Step]
+    start: tuple[int, float] | None  # the first step and when training started, seconds since 1970
+    total: int | None  # steps that the run was to do
+    finished: bool
+    restarted: bool  # training started once more after steps were logged
+    death: str | None  # first line that tells of a rank's end
+    disagree: str | None  # first step for which two ranks logged different losses
+
+
+def number(text: str) -> float:
+    """Return the value of a logged number such as 1,234.5, nan or -inf."""
+    return float(text.replace(",", ""))
+
+
+def seconds(line: str) -> float | None:
+    """Return the line's time stamp in seconds since 1970, or None."""
+    match = TIME.search(line)
+    if not match:
+        return None
+    try:
+        return datetime.fromisoformat(match[1]).timestamp() + int(match[2] or 0) / 1000
+    except ValueError:
+        return None
+
+
+def read_log(path: Path, stopped: bool) -> Log:
+    """Read a log; of a run that was stopped on purpose, its stop is no rank's death.
+
+    Raises:
+        ValueError: no such file, not text, empty, or no line of a TorchTitan run. One line for people.
+    """
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    lines = [COLOUR.sub("", line) for line in re.split(r"[\r\n]+", text) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} is empty: give the log of a TorchTitan run")
+    if not any(TITAN.search(line) for line in lines):
+        raise ValueError(f"{path} has no line of a TorchTitan run, in {len(lines)} lines")
+
+    by_rank: dict[int, list[Step]] = {}
+    start_of: dict[int, tuple[int, float]] = {}
+    total, finished, restarted, death = None, False, False, None
+    died = DEATH if stopped else DEATH_OR_STOP
+    for line in lines:
+        match = RANK.match(line)
+        rank = int(match[1]) if match else 0
+        steps = by_rank.setdefault(rank, [])
+        time, speed = seconds(line), SPEED.search(line)
+        for found in STEP.finditer(line):  # two ranks may share a line
+            step = Step(int(found[1]), number(found[2]), time, number(speed[1]) if speed else None)
+            # Several ranks without a prefix log the same global loss.
+            if not any(step.number == s.number and step.loss == s.loss for s in steps[-4:]):
+                steps.append(step)
+        if match := STARTS.search(line):
+            restarted = restarted or bool(steps)
+            if time is not None:
+                start_of.setdefault(rank, (int(match[1]), time))
+        if match := TOTAL.search(line):
+            total = int(match[1])
+        finished = finished or "Training completed" in line
+        if death is None and died.search(line):
+            death = line.strip()[:150]
+    by_rank = {rank: steps for rank, steps in by_rank.items() if steps}
+    lowest = min(by_rank, default=0)
+    return Log(
+        steps=by_rank.get(lowest, []),
+        start=start_of.get(lowest),
+        total=total,
+        finished=finished,
+        restarted=restarted,
+        death=death,
+        disagree=first_disagreement(by_rank),
+    )
+
+
+def first_disagreement(by_rank: dict[int, list[Step]]) -> str | None:
+    """Return the first step for which ranks logged different losses: the logged one is global."""
+    losses: dict[int, dict[float, int]] = {}
+    for rank in sorted(by_rank):
+        for step in by_rank[rank]:
+            losses.setdefault(step.number, {}).setdefault(step.loss, rank)
+    for step in sorted(losses):
+        finite = {loss: rank for loss, rank in losses[step].items() if math.isfinite(loss)}
+        if len(finite) > 1:
+            told = ", ".join(f"{loss} on rank {rank}" for loss, rank in list(finite.items())[:2])
+            return f"step {step}: {told}"
+    return None
+
+
+def slope(values: list[tuple[int, float]]) -> float:
+    """Return the slope of the least-squares line through (step, loss)."""
+    return statistics.linear_regression(*zip(*values, strict=True)).slope
+
+
+def durations(log: Log) -> tuple[float, float, str] | None:
+    """Return the time of the first step, of a later one, and how they were measured; None if unknown.
+
+    By time stamps, from the line that says training starts; else by the logged tokens per second.
+    """
+    first, second = log.steps[:2]
+    if log.start is not None and first.time is not None and second.time is not None:
+        step, start = log.start
+        one = (first.time - start) / max(1, first.number - step + 1)
+        two = (second.time - first.time) / (second.number - first.number)
+        if one > 0 and two >= 0:
+            return one, two, "s, by time stamps"
+    if first.speed and second.speed:
+        return 1 / first.speed, 1 / second.speed, "s a token, by the logged speed"
+    return None
+
+
+def neuron_cores(path: Path) -> tuple[int, str]:
+    """Return how many NeuronCores a neuron-monitor record shows at work, and what it tells if none."""
+    used = set()
+    reports = 0
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            runtimes = json.loads(line)["neuron_runtime_data"]
+            for runtime in runtimes:
+                cores = runtime["report"]["neuroncore_counters"]["neuroncores_in_use"]
+                used |= {core for core, counters in cores.items() if counters["neuroncore_utilization"] > 0}
+            reports += 1
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # the last line of a stopped monitor is cut
+    return len(used), f"{reports} reports"
+
+
+def check(log: Log, steps: int | None, stopped: bool, monitor: Path | None) -> list[tuple[str, str, str]]:
+    """Return a line for each point: "ok", "FAIL" or "--", the point, and what was found."""
+    lines = []
+
+    def point(name: str, good: bool | None, found: str) -> None:
+        lines.append(({True: "ok", False: "FAIL", None: "--"}[good], name, found))
+
+    numbers = [step.number for step in log.steps]
+    if numbers:
+        ordered = all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
+        found = f"{len(numbers)}, {numbers[0]} to {numbers[-1]}"
+        if not ordered or log.restarted:
+            found += "; not in order or started again: the log of more than one run?"
+        point("steps appear", ordered and not log.restarted, found)
+    else:
+        point("steps appear", False, "no line with step and loss: it ended before the first step")
+
+    bad = [step for step in log.steps if not math.isfinite(step.loss)]
+    if bad:
+        point("losses are finite", False, f"step {bad[0].number}: {bad[0].loss}")
+    elif log.disagree:
+        point("losses are finite", False, f"ranks differ on the global loss, {log.disagree}")
+    else:
+        point("losses are finite", bool(numbers), f"all {len(numbers)}")
+
+    first = [(step.number, step.loss) for step in log.steps[:TREND_STEPS] if math.isfinite(step.loss)]
+    if len({number for number, _ in first}) < 2:
+        point("loss falls", False, f"{len(first)} finite losses: two are needed")
+    else:
+        rise = slope(first)
+        found = f"{first[0][1]:.5f} at step {first[0][0]}, {first[-1][1]:.5f} at step {first[-1][0]}; "
+        point("loss falls", rise < 0, found + f"trend {rise:+.3g} a step")
+
+    if len(numbers) < 2 or numbers[1] <= numbers[0]:
+        point("second step is faster", False, f"{len(numbers)} steps: two are needed")
+    elif (times := durations(log)) is None:
+        point("second step is faster", None, "the log has neither time stamps nor speeds")
+    else:
+        one, two, how = times
+        found = f"first {one:.3g}, then {two:.3g} {how}"
+        point("second step is faster", two <= FASTER * one, found)
+
+    last, expected = (numbers[-1] if numbers else 0), steps or log.total
+    if stopped:
+        point("all steps done", None, f"stopped on request after step {last} of {expected or '?'}")
+    elif expected is None:
+        point("all steps done", log.finished, f"{last} of an unknown number: give --steps")
+    else:
+        found = f"{last} of {expected}" + ("" if log.finished else "; no line says that training completed")
+        point("all steps done", last <= expected and log.finished and covers(numbers, expected), found)
+
+    point("no rank died", log.death is None, log.death or "no sign of it")
+
+    if monitor is None:
+        point("NeuronCores in use", None, "no record of neuron-monitor")
+    else:
+        cores, found = neuron_cores(monitor)
+        point("NeuronCores in use", cores > 0, f"{cores} cores, in {found} of neuron-monitor")
+    return lines
+
+
+def covers(numbers: list[int], expected: int) -> bool:
+    """Return whether the logged steps reach the expected one, up to how often they were logged."""
+    gaps = [b - a for a, b in zip(numbers, numbers[1:], strict=False)]
+    return bool(numbers) and expected - numbers[-1] < max(gaps, default=1)
+
+
+def plot(log: Log, path: Path) -> None:
+    """Draw the losses over the steps into an image file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([s.number for s in log.steps], [s.loss for s in log.steps], marker=".")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    new = path.with_name(f"new-{path.name}")
+    figure.savefig(new, dpi=120)
+    new.replace(path)
+
+
+def main() -> int:
+    """Check the log named on the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description="Check a TorchTitan run by its log.")
+    parser.add_argument("log", type=Path, help="text log of the run")
+    parser.add_argument("--steps", type=int, help="steps that it should have done (default: the log's own)")
+    parser.add_argument("--stopped", action="store_true", help="it was stopped on purpose before the end")
+    parser.add_argument(
+        "--neuron-monitor", type=Path, help="neuron-monitor's output of the run (default: LOG.neuron-monitor)"
+    )
+    parser.add_argument("--plot", type=Path, help="image file for the loss curve; needs matplotlib")
+    args = parser.parse_args()
+    monitor = args.neuron_monitor or args.log.with_name(f"{args.log.name}.neuron-monitor")
+    try:
+        if args.neuron_monitor and not monitor.is_file():
+            raise ValueError(f"there is no {monitor}")
+        log = read_log(args.log, args.stopped)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    lines = check(log, args.steps, args.stopped, monitor if monitor.is_file() else None)
+    for verdict, name, found in lines:
+        print(f"{verdict:4} {name:22} {found}")
+    if args.plot:
+        try:
+            plot(log, args.plot)
+        except ImportError:
+            print("error: --plot needs matplotlib: pip install -r requirements-report.txt", file=sys.stderr)
+            return 2
+    failed = [name for verdict, name, _ in lines if verdict == "FAIL"]
+    if failed:
+        print(f"FAIL {args.log}: {', '.join(failed)}")
+        return 1
+    print(f"PASS {args.log}: steps={len(log.steps)}, last loss {log.steps[-1].loss:.5f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

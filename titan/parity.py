@@ -1,0 +1,327 @@
+"""Does SimpleFSDP, compiled, train like eager FSDP2, and like one rank? Parity of TorchTitan's recipes.
+
+    python titan/parity.py --family llama3
+    python titan/parity.py --family deepseek_v3 --steps 5
+    python titan/parity.py --compare REFERENCE.pt ACTUAL.pt     two records of titan/parity_train.py
+
+Four runs of two layers of a debug recipe, from one seed checkpoint and on the same global batches:
+
+    one-rank           eager FSDP2 on one rank: no communication
+    fsdp2-tp2          eager FSDP2, four ranks, TP2 x FSDP2
+    simplefsdp-tp2     SimpleFSDP, compiled in mode jit, four ranks, TP2 x FSDP2
+    simplefsdp-fsdp4   SimpleFSDP, compiled in mode jit, four ranks, FSDP4
+
+For each step: the loss, the gradient norm that the trainer reports, every parameter's full gradient
+before clipping, and in a mixture of experts how many tokens each expert got. Errors are norm-wise,
+||actual - reference|| / ||reference||, in float32 eps (2^-23).
+
+Tolerances, and where they come from:
+
+* Gradients and loss, 16 eps. Another mesh adds the same terms in another order. TTrace
+  (arXiv 2506.09280) bounds that by k C^(L+1-l) eps, k = 4, C = 1.03: about 4 eps for two layers, per
+  step; times 4 for the steps before. Measured: 6 eps across meshes, 0 on the same mesh.
+* A mixture of experts on another mesh, gradients: one bfloat16 eps (2^-7), because TorchTitan runs
+  the routed experts in bfloat16 whatever the recipe says, plus 2 sqrt(2m/n) where m of n token slots
+  went to another expert: a rounding can turn a close choice, which moves a whole token's share of
+  the gradient from one expert to the other. At most 0.5 % of the slots may move. Loss: one bfloat16
+  eps, averaged over the step's tokens. On the same mesh nothing is added in another order: the 16 eps
+  hold, and no token moves.
+* Reported gradient norm against the norm of the recorded gradients in float64: 4 sqrt(n) eps, n the
+  largest gradient's elements. The CPU's float32 norm is a running sum of n squares. It is compared
+  within each run, not between runs, for which it is too coarse.
+
+Exit status: 0 parity, 1 mismatch, 2 invalid input or a run that failed.
+"""
+
+import argparse
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+EPS = 2.0**-23
+BFLOAT16_EPS = 2.0**-7
+TOLERANCE = 16 * EPS
+NORM_TOLERANCE = 4 * EPS  # times the square root of the largest gradient's number of elements
+MOVED_TOLERANCE = 0.005  # of a layer's token slots: close choices that roundings turn; measured 0.0007
+
+# name: plan, ranks, tensor-parallel degree
+RUNS = {
+    "one-rank": ("fsdp2", 1, 1),
+    "fsdp2-tp2": ("fsdp2", 4, 2),
+    "simplefsdp-tp2": ("simple_fsdp", 4, 2),
+    "simplefsdp-fsdp4": ("simple_fsdp", 4, 1),
+}
+# reference, actual
+COMPARISONS = [
+    ("fsdp2-tp2", "simplefsdp-tp2"),
+    ("one-rank", "fsdp2-tp2"),
+    ("one-rank", "simplefsdp-fsdp4"),
+]
+HERE = Path(__file__).resolve().parent
+
+
+class InvalidInput(ValueError):
+    """The input cannot be compared; str() is one line for people."""
+
+
+def load(path: Path) -> dict:
+    """Return a record of parity_train.py.
+
+    Raises:
+        InvalidInput: the file is missing, unreadable or not such a record, or it has no step.
+    """
+    try:
+        run = torch.load(path, weights_only=True)
+        steps = len(run["records"])
+    except FileNotFoundError:
+        raise InvalidInput(f"no record {path}: make titan-parity writes it") from None
+    except Exception as error:
+        raise InvalidInput(f"{path} is not a record of titan/parity_train.py: {error!r:.100}") from None
+    if not steps:
+        raise InvalidInput(f"{path} has no step: nothing to compare")
+    return run
+
+
+def check_comparable(reference: dict, actual: dict) -> None:
+    """Refuse two runs of different jobs.
+
+    Raises:
+        InvalidInput: model, seed, number of steps or parameters differ.
+    """
+    for option in ("family", "seed", "steps"):
+        if reference[option] != actual[option]:
+            raise InvalidInput(
+                f"{option} is {reference[option]} in the reference and {actual[option]} in the actual run"
+            )
+    for name, run in (("reference", reference), ("actual run", actual)):
+        if len(run["records"]) != run["steps"]:
+            raise InvalidInput(f"the {name} recorded {len(run['records'])} of {run['steps']} steps")
+    names = [set(run["records"][0]["gradients"]) for run in (reference, actual)]
+    if names[0] != names[1]:
+        different = ", ".join(sorted(names[0] ^ names[1])[:3])
+        raise InvalidInput(f"the runs have different parameters: {different}")
+
+
+def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return ||actual - reference|| / ||reference|| in float64; infinite for what cannot be compared.
+
+    That is: a value that is not finite, another shape, a reference of zeros.
+    """
+    if actual.shape != reference.shape or not (actual.isfinite().all() and reference.isfinite().all()):
+        return math.inf
+    norm = reference.double().norm().item()
+    return (actual.double() - reference.double()).norm().item() / norm if norm else math.inf
+
+
+def moved_tokens(reference: dict, actual: dict) -> tuple[float, float]:
+    """Return how many token slots of a step went to another expert, and how many there are.
+
+    Net of moves that cancel in an expert's count, of the layer where they are most.
+    """
+    moved, slots = 0.0, 0.0
+    for name, count in reference["tokens_per_expert"].items():
+        moved = max(moved, (count - actual["tokens_per_expert"][name]).abs().sum().item() / 2)
+        slots = count.sum().item()
+    return moved, slots
+
+
+def tolerances(reference: dict, actual: dict, same_mesh: bool, tokens: int) -> tuple[float, float]:
+    """Return the tolerances of the gradients and of the loss of one step, relative; see the top."""
+    if same_mesh or not reference["tokens_per_expert"]:
+        return TOLERANCE, TOLERANCE
+    moved, slots = moved_tokens(reference, actual)
+    gradients = TOLERANCE + BFLOAT16_EPS + 2 * math.sqrt(2 * moved / slots)
+    return gradients, TOLERANCE + BFLOAT16_EPS / math.sqrt(tokens)
+
+
+def compare(reference: dict, actual: dict) -> tuple[list[str], list[str]]:
+    """Compare two runs, every step and parameter.
+
+    Returns:
+        The table's lines, and the mismatches in order of step, one line each: none means parity.
+
+    Raises:
+        InvalidInput: the runs are not of the same job.
+    """
+    check_comparable(reference, actual)
+    mesh = ("world_size", "tp", "replicate")
+    same_mesh = all(reference[key] == actual[key] for key in mesh)
+    mismatches = []
+    names = list(reference["records"][0]["gradients"])
+    errors: dict[str, list[float]] = {name: [] for name in names}
+    header, losses, norms, limits, experts = [], [], [], [], []
+    for number, (r, a) in enumerate(zip(reference["records"], actual["records"], strict=True), 1):
+        step = f"step {number}: "
+        tolerance, loss_tolerance = tolerances(r, a, same_mesh, reference["tokens"])
+        header.append(f"step {number}")
+        limits.append(tolerance / EPS)
+
+        losses.append((r["loss"], a["loss"]))
+        difference = abs(a["loss"] - r["loss"]) / abs(r["loss"]) if r["loss"] else math.inf
+        if not difference <= loss_tolerance:
+            mismatches.append(
+                f"{step}loss {a['loss']:.6f}, reference {r['loss']:.6f}: "
+                f"{difference / EPS:.1f} eps, tolerance {loss_tolerance / EPS:.0f}"
+            )
+        for layer, count in r["tokens_per_expert"].items():
+            got = a["tokens_per_expert"][layer]
+            experts.append((number, layer, count, got))
+            if not (count.sum() > 0 and got.sum() == count.sum()):
+                mismatches.append(f"{step}{layer} counts {got.sum():.0f} tokens, reference {count.sum():.0f}")
+        for name in names:
+            missing = [run for run, record in (("reference", r), ("actual run", a))
+                       if record["gradients"][name] is None]  # fmt: skip
+            if missing:
+                errors[name].append(math.inf)
+                mismatches.append(f"{step}{name} has no gradient in the {' and the '.join(missing)}")
+                continue
+            error = relative_error(a["gradients"][name], r["gradients"][name])
+            errors[name].append(error)
+            if not error <= tolerance:
+                mismatches.append(describe(step, name, a["gradients"][name], r["gradients"][name], error))
+        for run, record in (("reference", r), ("actual run", a)):
+            present = [gradient for gradient in record["gradients"].values() if gradient is not None]
+            norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in present))
+            limit = NORM_TOLERANCE * math.sqrt(max(gradient.numel() for gradient in present))
+            if not abs(record["grad_norm"] - norm) <= limit * norm:
+                mismatches.append(
+                    f"{step}the {run} reports gradient norm {record['grad_norm']:.6f}, "
+                    f"its gradients have {norm:.6f}"
+                )
+            norms.append(record["grad_norm"])
+
+    width = max(map(len, names)) + 2
+    lines = [f"{'':{width}}" + "".join(f"{title:>11}" for title in header)]
+    for label, column in (("loss, reference", 0), ("loss", 1)):
+        lines.append(f"{label:{width}}" + "".join(f"{pair[column]:11.6f}" for pair in losses))
+    for label, column in (("gradient norm, reference", 0), ("gradient norm", 1)):
+        lines.append(f"{label:{width}}" + "".join(f"{norm:11.6f}" for norm in norms[column::2]))
+    lines.append("gradients, error in eps:")
+    for name in names:
+        lines.append(f"  {name:{width - 2}}" + "".join(f"{error / EPS:11.1f}" for error in errors[name]))
+    lines.append(f"  {'tolerance':{width - 2}}" + "".join(f"{limit:11.1f}" for limit in limits))
+    for number, layer, count, got in experts:
+        lines.append(f"{layer}, step {number}:")
+        lines.append("  reference " + "".join(f"{value:6.0f}" for value in count.tolist()))
+        lines.append("  actual    " + "".join(f"{value:6.0f}" for value in got.tolist()))
+    return lines, mismatches
+
+
+def describe(step: str, name: str, actual: torch.Tensor, reference: torch.Tensor, error: float) -> str:
+    """Return the line about a gradient that is off: not finite, scaled by a factor, or how far off."""
+    if not actual.isfinite().all():
+        return f"{step}gradient of {name} is not finite in the actual run"
+    if not reference.any():
+        return f"{step}gradient of {name} is zero in the reference: nothing to compare"
+    line = f"{step}gradient of {name} is off by {error:.2g} ({error / EPS:.0f} eps)"
+    a, r = actual.double(), reference.double()
+    if a.shape == r.shape:
+        factor = ((a * r).sum() / r.square().sum()).item()
+        rest = (a - factor * r).norm().item() / a.norm().item() if a.any() else math.inf
+        if abs(factor - 1) > 4 * rest:
+            line += f": {factor:.4g}x the reference, but for {rest:.1g}"
+    return line
+
+
+def report(reference: Path, actual: Path, title: str) -> int:
+    """Print the comparison of two records; return 0 for parity, 1 for a mismatch.
+
+    Raises:
+        InvalidInput: the records cannot be read or compared.
+    """
+    a, b = load(reference), load(actual)
+    lines, mismatches = compare(a, b)
+    print(f"== {title}")
+    print("\n".join(lines))
+    for line in mismatches[:10]:
+        print(f"  {line}")
+    if len(mismatches) > 10:
+        print(f"  and {len(mismatches) - 10} more")
+    if mismatches:
+        print(f"FAIL {title}: {len(mismatches)} mismatches")
+        return 1
+    gradients = [
+        (x["gradients"][name], y["gradients"][name])
+        for x, y in zip(a["records"], b["records"], strict=True)
+        for name in x["gradients"]
+    ]
+    equal = all(torch.equal(x, y) for x, y in gradients)
+    print(
+        f"PASS {title}: steps={len(a['records'])}{', gradients bitwise equal' if equal else ''}", flush=True
+    )
+    return 0
+
+
+def launch(ranks: int, options: list[str], log: Path) -> None:
+    """Run parity_train.py on some ranks.
+
+    Raises:
+        InvalidInput: a rank failed; the message names the first one's error and its log.
+    """
+    shutil.rmtree(log, ignore_errors=True)
+    command = [sys.executable, HERE.parent / "launch.py", "--standalone", f"--nproc-per-node={ranks}",
+               "--log-dir", log, "--redirects", "3", HERE / "parity_train.py", *options]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode:
+        line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise InvalidInput(line.removeprefix("error: "))
+
+
+def train(family: str, args: argparse.Namespace) -> Path:
+    """Make the seed checkpoint and all runs of a family; return the folder of their records."""
+    folder = args.results / family
+    shutil.rmtree(folder, ignore_errors=True)
+    common = ["--family", family, "--seed", str(args.seed), "--steps", str(args.steps),
+              "--assets", str(args.assets), "--seed-checkpoint", str(folder / "seed")]  # fmt: skip
+    launch(1, [*common, "--plan", "seed", "--output", str(folder / "seed.pt")], folder / "logs" / "seed")
+    for name, (plan, ranks, tp) in RUNS.items():
+        started = time.monotonic()
+        output = folder / f"{name}.pt"
+        options = [*common, "--plan", plan, "--tp", str(tp), "--output", str(output)]
+        launch(ranks, options, folder / "logs" / name)
+        seconds = time.monotonic() - started
+        print(f"== {family} {name}: {ranks} ranks, {args.steps} steps in {seconds:.0f} s", flush=True)
+    return folder
+
+
+def main() -> int:
+    """Train and compare, or compare two records; return the exit status."""
+    parser = argparse.ArgumentParser(description="Parity of SimpleFSDP, FSDP2 and one rank in TorchTitan.")
+    parser.add_argument(
+        "--family", choices=["llama3", "deepseek_v3"], action="append", help="default: both; repeatable"
+    )
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("REFERENCE", "ACTUAL"), help="no training")
+    parser.add_argument("--steps", type=int, default=3, help="training steps (default: 3)")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the initial parameters (default: 42)")
+    parser.add_argument("--assets", type=Path, default=Path(".titan"), help="from make_assets.py")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("results/titan-parity"),
+        help="records and logs, in a folder each",
+    )
+    args = parser.parse_args()
+    try:
+        if args.compare:
+            return report(*args.compare, title=f"{args.compare[1]} against {args.compare[0]}")
+        if args.steps < 1:
+            raise InvalidInput(f"--steps is {args.steps}; train at least one step")
+        status = 0
+        for family in args.family or ["llama3", "deepseek_v3"]:
+            folder = train(family, args)
+            for reference, actual in COMPARISONS:
+                title = f"{family} {actual} against {reference}"
+                status |= report(folder / f"{reference}.pt", folder / f"{actual}.pt", title)
+        return status
+    except InvalidInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
