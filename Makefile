@@ -241,10 +241,10 @@ titan-parity: | $(TITAN_ENVIRONMENT)
 
 test: | $(DEV_ENVIRONMENT)
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || { echo "error: $(PYTHON) has no pytest: pip install -r requirements-dev.txt" >&2; exit 2; }
-	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs --ignore=tests/titan -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs --ignore=tests/titan_training -n 2 --dist loadfile --no-loadscope-reorder
 
 titan-test: | $(DEV_ENVIRONMENT) $(TITAN_ENVIRONMENT)
-	$(PYTHON) -m pytest tests/titan
+	$(PYTHON) -m pytest tests/titan_training -n 2
 
 silent-bugs: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/silent_bugs

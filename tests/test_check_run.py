@@ -67,7 +67,7 @@ def test_good_run(check):
     assert (result.status, result.err) == (0, "")
     assert {line[5:27].strip() for line in result.out.splitlines() if line.startswith("ok ")} == OK
     assert "second step is faster  first 30, then 1.5 s, by time stamps" in result.out
-    assert "loss falls             8.10000 at step 1, 6.80000 at step 10; trend -0.144 a step" in result.out
+    assert "loss falls             8.10000 at step 1, 6.80000 at step 10; trend -0.148 a step" in result.out
     assert "--   NeuronCores in use     no record of neuron-monitor" in result.out
 
 

@@ -115,6 +115,11 @@ def test_help_lists_every_target(make):
             "oracle",
             "report",
             "silent-bugs",
+            "titan-llama",
+            "titan-deepseek",
+            "titan-smoke",
+            "titan-parity",
+            "titan-test",
             "test",
             "lint",
         ):

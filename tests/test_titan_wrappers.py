@@ -6,6 +6,7 @@ prints a log as TorchTitan does; neuron-ls and neuron-monitor are scripts that p
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -13,6 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run
+
+sys.path.insert(0, str(ROOT / "titan"))
+import check_run  # noqa: E402
+import parity  # noqa: E402
 
 GRAPH_TRAINER = "torchtitan_neuron.experiments.graph_trainer"
 LAYOUT = "--parallelism.tensor_parallel_degree=4 --parallelism.data_parallel_shard_degree=-1"
@@ -37,6 +42,8 @@ TUTORIAL = {
     "download_tokenizers": f"{DOWNLOAD} meta-llama/Llama-3.1-8B --assets tokenizer --hf_token=$HF_TOKEN "
     f"{DOWNLOAD} deepseek-ai/deepseek-moe-16b-base --assets tokenizer",
 }
+README = (ROOT / "titan/README.md").read_text()
+COMMANDS = "".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).splitlines()
 LLAMA = "titan/llama_fsdp64.sh"
 SELECTIVE = "titan/llama_c4_tp4_fsdp16_selective.sh"
 NODE = [
@@ -272,3 +279,48 @@ def test_download_guards(node, arguments, environment, marker, status, said):
     result = run(ROOT / "titan/download_tokenizers.sh", *arguments, **environment)
     assert result.status == status, result.err
     assert said in result.err
+
+
+def test_readme_lists_every_file_and_wrapper():
+    named = set(re.findall(r"`(\w+\.(?:py|sh))`", re.search(r"\| file \|.*?\n\n", README, re.DOTALL)[0]))
+    assert named == {path.name for path in (ROOT / "titan").iterdir() if path.suffix in (".py", ".sh")}
+    started = {command for command in COMMANDS if command.startswith("titan/")}
+    assert started == {f"titan/{name}.sh" for name in TUTORIAL}
+    words = {command.split()[0] for command in COMMANDS}
+    assert words == {"make", "python", "export"} | started
+
+
+@pytest.mark.parametrize("command", re.findall(r"`(make [^`]+|[A-Z]+=\w+ titan/[^`]+)`", README) + COMMANDS)
+def test_readme_command(command, call, monkeypatch, tmp_path):
+    """make and wrappers as dry runs, scripts with the files they would find; CI runs make's for real."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert run("make", "-n", f"PYTHON={sys.executable}", *words[1:]).status == 0
+    elif "titan/check_run.py" in words:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "results/titan").mkdir(parents=True)
+        log = (
+            line.partition('"')[2].rstrip('"')
+            for line in RUN_TRAIN.splitlines()
+            if line.startswith("stamp 3")
+        )
+        (tmp_path / words[2]).write_text("\n".join(log).replace("tps: 100", "tps: 1000"))
+        assert call(check_run.main, *words[2:], *([] if "--stopped" in words else ["--steps", 3])).status == 0
+    elif "titan/parity.py" in words:
+        called = []
+        monkeypatch.setattr(parity, "report", lambda *paths, **title: called.append(paths) or 0)
+        monkeypatch.setattr(parity, "train", lambda family, args: tmp_path)
+        assert call(parity.main, *words[2:]).status == 0
+        assert len(called) == (1 if "--compare" in words else 3)
+    elif "titan/train.py" in words:  # the wrapper's own, but for its logs
+        here = words_of_dry_run(DEVICE="cpu")
+        assert words[words.index("--module") :][:-1] == here[here.index("--module") :][:-1]
+    elif words[0] != "export":
+        result = run(
+            "bash", "-c", command if "--dry-run" in command else f"{command} --dry-run", DEVICE="cpu"
+        )
+        assert result.status == 0, result.err
+
+
+def words_of_dry_run(**environment) -> list[str]:
+    return words(run(ROOT / LLAMA, "--dry-run", **environment).out)

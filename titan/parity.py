@@ -139,6 +139,39 @@ def tolerances(reference: dict, actual: dict, same_mesh: bool, tokens: int) -> t
     return gradients, TOLERANCE + BFLOAT16_EPS / math.sqrt(tokens)
 
 
+def check_routing(reference: dict, actual: dict, same_mesh: bool) -> list[str]:
+    """Return the mismatches between how many tokens each expert got in a step."""
+    mismatches = []
+    for layer, count in reference["tokens_per_expert"].items():
+        got = actual["tokens_per_expert"][layer]
+        slots, moved = count.sum().item(), (count - got).abs().sum().item() / 2
+        if not (slots > 0 and got.sum().item() == slots):
+            mismatches.append(f"{layer} counts {got.sum():.0f} tokens, reference {slots:.0f}")
+        elif not moved <= (0 if same_mesh else MOVED_TOLERANCE * slots):
+            mismatches.append(f"{layer}: {moved:.0f} of {slots:.0f} tokens go to other experts")
+    return mismatches
+
+
+def check_norm(run: str, record: dict) -> list[str]:
+    """Return a mismatch if a run reports another gradient norm in a step than its gradients have."""
+    present = [gradient for gradient in record["gradients"].values() if gradient is not None]
+    norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in present))
+    limit = NORM_TOLERANCE * math.sqrt(max((gradient.numel() for gradient in present), default=0))
+    if abs(record["grad_norm"] - norm) <= limit * norm:
+        return []
+    return [f"the {run} reports gradient norm {record['grad_norm']:.6f}, its gradients have {norm:.6f}"]
+
+
+def check_gradient(name: str, reference: dict, actual: dict, tolerance: float) -> tuple[float, list[str]]:
+    """Return the error of a parameter's gradient in a step, relative, and the mismatch if it is one."""
+    r, a = reference["gradients"][name], actual["gradients"][name]
+    missing = [run for run, gradient in (("reference", r), ("actual run", a)) if gradient is None]
+    if missing:
+        return math.inf, [f"{name} has no gradient in the {' and the '.join(missing)}"]
+    error = relative_error(a, r)
+    return error, [] if error <= tolerance else [describe(name, a, r, error)]
+
+
 def compare(reference: dict, actual: dict) -> tuple[list[str], list[str]]:
     """Compare two runs, every step and parameter.
 
@@ -149,80 +182,60 @@ def compare(reference: dict, actual: dict) -> tuple[list[str], list[str]]:
         InvalidInput: the runs are not of the same job.
     """
     check_comparable(reference, actual)
-    mesh = ("world_size", "tp", "replicate")
-    same_mesh = all(reference[key] == actual[key] for key in mesh)
-    mismatches = []
-    names = list(reference["records"][0]["gradients"])
-    errors: dict[str, list[float]] = {name: [] for name in names}
-    header, losses, norms, limits, experts = [], [], [], [], []
-    for number, (r, a) in enumerate(zip(reference["records"], actual["records"], strict=True), 1):
-        step = f"step {number}: "
+    same_mesh = all(reference[key] == actual[key] for key in ("world_size", "tp", "replicate"))
+    pairs = list(zip(reference["records"], actual["records"], strict=True))
+    errors: dict[str, list[float]] = {name: [] for name in pairs[0][0]["gradients"]}
+    limits, mismatches = [], []
+    for number, (r, a) in enumerate(pairs, 1):
+        found = []
         tolerance, loss_tolerance = tolerances(r, a, same_mesh, reference["tokens"])
-        header.append(f"step {number}")
-        limits.append(tolerance / EPS)
-
-        losses.append((r["loss"], a["loss"]))
-        difference = abs(a["loss"] - r["loss"]) / abs(r["loss"]) if r["loss"] else math.inf
-        if not difference <= loss_tolerance:
-            mismatches.append(
-                f"{step}loss {a['loss']:.6f}, reference {r['loss']:.6f}: "
-                f"{difference / EPS:.1f} eps, tolerance {loss_tolerance / EPS:.0f}"
+        limits.append(tolerance)
+        error = abs(a["loss"] - r["loss"]) / abs(r["loss"]) if r["loss"] else math.inf
+        if not error <= loss_tolerance:
+            found.append(
+                f"loss {a['loss']:.6f}, reference {r['loss']:.6f}: "
+                f"{error / EPS:.1f} eps, tolerance {loss_tolerance / EPS:.0f}"
             )
-        for layer, count in r["tokens_per_expert"].items():
-            got = a["tokens_per_expert"][layer]
-            experts.append((number, layer, count, got))
-            if not (count.sum() > 0 and got.sum() == count.sum()):
-                mismatches.append(f"{step}{layer} counts {got.sum():.0f} tokens, reference {count.sum():.0f}")
-        for name in names:
-            missing = [run for run, record in (("reference", r), ("actual run", a))
-                       if record["gradients"][name] is None]  # fmt: skip
-            if missing:
-                errors[name].append(math.inf)
-                mismatches.append(f"{step}{name} has no gradient in the {' and the '.join(missing)}")
-                continue
-            error = relative_error(a["gradients"][name], r["gradients"][name])
+        found += check_routing(r, a, same_mesh)
+        for name in errors:
+            error, mismatch = check_gradient(name, r, a, tolerance)
             errors[name].append(error)
-            if not error <= tolerance:
-                mismatches.append(describe(step, name, a["gradients"][name], r["gradients"][name], error))
-        for run, record in (("reference", r), ("actual run", a)):
-            present = [gradient for gradient in record["gradients"].values() if gradient is not None]
-            norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in present))
-            limit = NORM_TOLERANCE * math.sqrt(max(gradient.numel() for gradient in present))
-            if not abs(record["grad_norm"] - norm) <= limit * norm:
-                mismatches.append(
-                    f"{step}the {run} reports gradient norm {record['grad_norm']:.6f}, "
-                    f"its gradients have {norm:.6f}"
-                )
-            norms.append(record["grad_norm"])
+            found += mismatch
+        found += check_norm("reference", r) + check_norm("actual run", a)
+        mismatches += [f"step {number}: {line}" for line in found]
+    return table(pairs, errors, limits), mismatches
 
-    width = max(map(len, names)) + 2
-    lines = [f"{'':{width}}" + "".join(f"{title:>11}" for title in header)]
-    for label, column in (("loss, reference", 0), ("loss", 1)):
-        lines.append(f"{label:{width}}" + "".join(f"{pair[column]:11.6f}" for pair in losses))
-    for label, column in (("gradient norm, reference", 0), ("gradient norm", 1)):
-        lines.append(f"{label:{width}}" + "".join(f"{norm:11.6f}" for norm in norms[column::2]))
+
+def table(pairs: list[tuple[dict, dict]], errors: dict[str, list[float]], limits: list[float]) -> list[str]:
+    """Return the lines of the table: losses, gradient norms, errors in eps, tokens per expert."""
+    width = max(map(len, errors)) + 2
+    lines = [" " * width + "".join(f"{f'step {number}':>11}" for number in range(1, len(pairs) + 1))]
+    for title, key in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        for run, label in enumerate((f"{title}, reference", title)):
+            lines.append(f"{label:{width}}" + "".join(f"{pair[run][key]:11.6f}" for pair in pairs))
     lines.append("gradients, error in eps:")
-    for name in names:
-        lines.append(f"  {name:{width - 2}}" + "".join(f"{error / EPS:11.1f}" for error in errors[name]))
-    lines.append(f"  {'tolerance':{width - 2}}" + "".join(f"{limit:11.1f}" for limit in limits))
-    for number, layer, count, got in experts:
-        lines.append(f"{layer}, step {number}:")
-        lines.append("  reference " + "".join(f"{value:6.0f}" for value in count.tolist()))
-        lines.append("  actual    " + "".join(f"{value:6.0f}" for value in got.tolist()))
-    return lines, mismatches
+    for name, row in (errors | {"tolerance": limits}).items():
+        lines.append(f"  {name:{width - 2}}" + "".join(f"{error / EPS:11.1f}" for error in row))
+    for number, pair in enumerate(pairs, 1):
+        for layer in pair[0]["tokens_per_expert"]:
+            lines.append(f"{layer}, step {number}:")
+            for label, run in zip(("reference", "actual"), pair, strict=True):
+                counts = run["tokens_per_expert"][layer].tolist()
+                lines.append(f"  {label:10}" + "".join(f"{count:6.0f}" for count in counts))
+    return lines
 
 
-def describe(step: str, name: str, actual: torch.Tensor, reference: torch.Tensor, error: float) -> str:
+def describe(name: str, actual: torch.Tensor, reference: torch.Tensor, error: float) -> str:
     """Return the line about a gradient that is off: not finite, scaled by a factor, or how far off."""
     if not actual.isfinite().all():
-        return f"{step}gradient of {name} is not finite in the actual run"
+        return f"gradient of {name} is not finite in the actual run"
     if not reference.any():
-        return f"{step}gradient of {name} is zero in the reference: nothing to compare"
-    line = f"{step}gradient of {name} is off by {error:.2g} ({error / EPS:.0f} eps)"
+        return f"gradient of {name} is zero in the reference: nothing to compare"
+    line = f"gradient of {name} is off by {error:.2g} ({error / EPS:.0f} eps)"
     a, r = actual.double(), reference.double()
-    if a.shape == r.shape:
+    if a.shape == r.shape and a.any():
         factor = ((a * r).sum() / r.square().sum()).item()
-        rest = (a - factor * r).norm().item() / a.norm().item() if a.any() else math.inf
+        rest = (a - factor * r).norm().item() / a.norm().item()
         if abs(factor - 1) > 4 * rest:
             line += f": {factor:.4g}x the reference, but for {rest:.1g}"
     return line
@@ -316,7 +329,7 @@ def main() -> int:
             folder = train(family, args)
             for reference, actual in COMPARISONS:
                 title = f"{family} {actual} against {reference}"
-                status |= report(folder / f"{reference}.pt", folder / f"{actual}.pt", title)
+                status |= report(folder / f"{reference}.pt", folder / f"{actual}.pt", title=title)
         return status
     except InvalidInput as error:
         print(f"error: {error}", file=sys.stderr)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import boxed_nop_preserve_node_meta, min_cut_rematerialization_partition
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from titan import cpu_adapter
 
@@ -16,6 +17,7 @@ from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.experiments.graph_trainer import simple_fsdp as upstream_simple_fsdp  # noqa: E402
 from torchtitan.experiments.graph_trainer.llama3 import model_registry  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 
@@ -91,7 +93,7 @@ class Graphs:
 
     def keep(self, name, graph, inputs):
         setattr(self, name, graph.graph)
-        return boxed_nop_preserve_node_meta(graph, inputs)
+        return boxed_nop(graph, inputs)
 
     def saved_bytes(self) -> int:
         """Return the bytes of what the forward graph computes and keeps for the backward graph."""
@@ -107,6 +109,7 @@ class Graphs:
 def trace(checkpointing, degree: int, parallelize=None) -> Graphs:
     """Compile two layers of the Llama recipe, run one step forward and backward; return the graphs."""
     torch._dynamo.reset()
+    upstream_simple_fsdp._wrap_class_cache.clear()  # it keeps the first mesh for all later models
     graphs = Graphs()
     config = llama3.simple_fsdp_llama3_debugmodel()
     config.model_spec.model.layers = config.model_spec.model.layers[:2]

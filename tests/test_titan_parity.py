@@ -1,0 +1,198 @@
+"""titan/parity.py on records made here: what is compared, what is refused, and by which tolerance."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "titan"))
+import parity  # noqa: E402
+
+
+def record(steps=2, experts=False, **options) -> dict:
+    """Return a record as parity_train.py writes it, of three parameters."""
+    generator = torch.Generator().manual_seed(0)
+    records = []
+    for _ in range(steps):
+        gradients = {name: torch.randn(8, 4, generator=generator) for name in ("w1", "w2", "norm")}
+        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+        counts = {"layers.1.moe.tokens_per_expert_E": torch.tensor([400.0, 300.0, 324.0])} if experts else {}
+        records.append({"loss": 8.0, "grad_norm": norm, "gradients": gradients, "tokens_per_expert": counts})
+    job = {"family": "llama3", "seed": 42, "steps": steps, "world_size": 1, "tp": 1, "replicate": 1}
+    return job | {"tokens": 1024, "records": records} | options
+
+
+@pytest.fixture
+def compare(call, tmp_path):
+    """Compare a reference with what change makes of a copy of it."""
+
+    def run_compare(change, reference=None):
+        reference = reference or record()
+        actual = copy.deepcopy(reference)
+        change(actual)
+        for name, content in (("reference", reference), ("actual", actual)):
+            torch.save(content, tmp_path / f"{name}.pt")
+        return call(parity.main, "--compare", tmp_path / "reference.pt", tmp_path / "actual.pt")
+
+    return run_compare
+
+
+def scale(factor, step=1, name="w1"):
+    def change(run):
+        gradients = run["records"][step]["gradients"]
+        gradients[name] *= factor
+        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+        run["records"][step]["grad_norm"] = norm
+
+    return change
+
+
+def put(value, step=1, name="w1"):
+    def change(run):
+        run["records"][step]["gradients"][name][0, 0] = value
+
+    return change
+
+
+def test_equal_runs_pass(compare):
+    result = compare(lambda run: None)
+    assert (result.status, result.err) == (0, "")
+    assert result.out.endswith("steps=2, gradients bitwise equal\n")
+
+
+def test_table_has_every_parameter_and_step(compare):
+    result = compare(scale(1 + 8 * parity.EPS))
+    assert result.status == 0
+    for line in ("  w1", "  w2", "  norm"):
+        (row,) = [row for row in result.out.splitlines() if row.startswith(line)]
+        assert row.split()[1:] == (["0.0", "8.0"] if line == "  w1" else ["0.0", "0.0"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (scale(1 + 20 * parity.EPS), "step 2: gradient of w1 is off by 2.4e-06 (20 eps)"),
+        (scale(0.5), "step 2: gradient of w1 is off by 0.5 (4194304 eps): 0.5x the reference"),
+        (scale(0.0), "step 2: gradient of w1 is off by 1 (8388608 eps)"),
+        (put(float("nan")), "step 2: gradient of w1 is not finite in the actual run"),
+        (put(1.5), "step 2: gradient of w1 is off by"),
+        (lambda run: run["records"][0].update(loss=8.001), "step 1: loss 8.001000, reference 8.000000"),
+        (lambda run: run["records"][0].update(loss=float("nan")), "step 1: loss nan, reference 8.000000"),
+        (
+            lambda run: run["records"][1].update(grad_norm=run["records"][1]["grad_norm"] / 2),
+            "step 2: the actual run reports gradient norm",
+        ),
+        (
+            lambda run: run["records"][1]["gradients"].update(norm=None),
+            "step 2: norm has no gradient in the actual run",
+        ),
+        (
+            lambda run: run["records"][1]["gradients"].update(w1=torch.ones(4, 8)),
+            "step 2: gradient of w1 is off by inf",
+        ),
+    ],
+)
+def test_mismatches(compare, change, said):
+    result = compare(change)
+    assert (result.status, result.err) == (1, "")
+    assert said in result.out
+    assert result.out.splitlines()[-1].startswith("FAIL ")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (put(float("nan")), "is not finite in the actual run"),
+        (scale(0.0), "gradient of w1 is zero in the reference: nothing to compare"),
+        (lambda run: run["records"][1]["gradients"].update(w1=None), "in the reference and the actual run"),
+        (lambda run: run["records"][1].update(loss=0.0), "step 2: loss 0.000000"),
+        (lambda run: run["records"][1].update(loss=float("nan")), "step 2: loss nan"),
+    ],
+)
+def test_the_same_fault_in_both_runs_is_no_pass(compare, change, said):
+    reference = record()
+    change(reference)
+    result = compare(lambda run: None, reference)
+    assert result.status == 1
+    assert said in result.out
+
+
+def move(tokens):
+    def change(run):
+        counts = run["records"][1]["tokens_per_expert"]["layers.1.moe.tokens_per_expert_E"]
+        counts += torch.tensor([-float(tokens), float(tokens), 0.0])
+
+    return change
+
+
+def other_mesh(*changes):
+    def change(run):
+        run.update(world_size=4, tp=2)
+        for one in changes:
+            one(run)
+
+    return change
+
+
+def test_routing(compare):
+    experts = record(experts=True)
+    assert compare(lambda run: None, experts).status == 0
+    result = compare(move(1), experts)
+    assert result.status == 1
+    assert "step 2: layers.1.moe.tokens_per_expert_E: 1 of 1024 tokens go to other experts" in result.out
+    # Across meshes a close choice may turn: a few tokens, and then that much of the gradient.
+    assert compare(other_mesh(move(2), scale(1.05)), experts).status == 0
+    assert compare(other_mesh(move(2), scale(1.05, step=0)), experts).status == 1
+    assert compare(other_mesh(scale(1.05)), experts).status == 1
+    assert compare(other_mesh(scale(1.005)), experts).status == 0
+    assert compare(scale(1.005), experts).status == 1
+    assert "6 of 1024 tokens go to other experts" in compare(other_mesh(move(6)), experts).out
+
+    def count_twice(run):
+        run["records"][1]["tokens_per_expert"]["layers.1.moe.tokens_per_expert_E"] *= 2
+
+    assert "counts 2048 tokens, reference 1024" in compare(other_mesh(count_twice), experts).out
+
+
+def test_another_mesh_gets_no_more_tolerance_without_experts(compare):
+    assert compare(other_mesh(scale(1.005))).status == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 7}, "seed is 42 in the reference and 7 in the actual run"),
+        ({"family": "deepseek_v3"}, "family is llama3 in the reference and deepseek_v3 in the actual run"),
+        ({"steps": 3}, "steps is 2 in the reference and 3 in the actual run"),
+        ({"records": []}, "has no step: nothing to compare"),
+        ({"records": record(1)["records"]}, "the actual run recorded 1 of 2 steps"),
+    ],
+)
+def test_other_jobs_are_refused(compare, change, said):
+    result = compare(lambda run: run.update(change))
+    assert (result.status, result.out) == (2, "")
+    assert said in result.err
+
+
+def test_other_parameters_are_refused(compare):
+    result = compare(lambda run: [step["gradients"].pop("w2") for step in run["records"]])
+    assert result.status == 2
+    assert "the runs have different parameters: w2" in result.err
+
+
+def test_files_that_are_no_records(call, tmp_path):
+    good, empty, other = (tmp_path / name for name in ("good.pt", "empty.pt", "other.pt"))
+    torch.save(record(), good)
+    empty.touch()
+    torch.save({"something": 1}, other)
+    for path in (empty, other, tmp_path / "missing.pt", tmp_path):
+        result = call(parity.main, "--compare", good, path)
+        assert result.status == 2
+        assert result.err.startswith("error: ")
+        assert result.err.count("\n") == 1
+
+
+def test_steps_are_checked(call):
+    assert call(parity.main, "--steps", "0").status == 2
