@@ -68,7 +68,7 @@ def test_good_run(check):
     assert {line[5:27].strip() for line in result.out.splitlines() if line.startswith("ok ")} == OK
     assert "second step is faster  first 30, then 1.5 s, by time stamps" in result.out
     assert "loss falls             8.10000 at step 1, 6.80000 at step 10; trend -0.148 a step" in result.out
-    assert "--   NeuronCores in use     no record of neuron-monitor" in result.out
+    assert "--   NeuronCores in use     no report of neuron-monitor" in result.out
 
 
 def test_logged_every_tenth_step(check):
@@ -199,18 +199,133 @@ def test_two_runs_in_one_log(check):
     assert "the log of more than one run?" in result.out
 
 
+KILLED = "Unable to shutdown process 123 via Signals.SIGINT, forcefully exiting via Signals.SIGKILL"
+STOP = [
+    "Traceback (most recent call last):",
+    "KeyboardInterrupt",
+    "SignalException: Process got signal: 2",
+    KILLED,
+]
+
+
 def test_stopped_run(check):
-    stop = [
-        "Traceback (most recent call last):",
-        "KeyboardInterrupt",
-        "SignalException: Process got signal: 2",
-    ]
-    lines = [*titan_log(LOSSES[:5], total=1000, finished=False), *stop]
+    lines = [*titan_log(LOSSES[:5], total=1000, finished=False), *STOP]
     assert check(lines).failed == {"all steps done", "no rank died"}
     result = check(lines, "--stopped")
     assert result.status == 0, result.out
     assert "--   all steps done         stopped on request after step 5 of 1000" in result.out
-    assert check([*lines, "killed by SIGSEGV"], "--stopped").failed == {"no rank died"}
+    assert check([*lines[:-4], "error: stopped by SIGINT; no rank is left running"], "--stopped").status == 0
+
+
+@pytest.mark.parametrize(
+    "crash",
+    [
+        ["[rank3]:Traceback (most recent call last):", "[rank3]:RuntimeError: shape mismatch"],
+        ["  exitcode  : 1 (pid: 1234)"],
+        ["error: rank 2 failed first: killed by SIGSEGV; its log: x"],
+    ],
+)
+def test_stopping_hides_no_crash(check, crash):
+    lines = [*titan_log(LOSSES[:5], total=1000, finished=False), *crash]
+    assert check(lines, "--stopped").failed == {"no rank died"}
+    assert check([*lines, *STOP], "--stopped").failed == {"no rank died"}
+
+
+def test_crash_after_the_stop(check):
+    lines = [*titan_log(LOSSES[:5], total=1000, finished=False), *STOP, "  exitcode  : -11 (pid: 3)"]
+    assert check(lines, "--stopped").failed == {"no rank died"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[titan] 2026-11-29 23:00:09,000 - root - INFO - expandable_segments avoids out of memory errors",
+        "[titan] 2026-11-29 23:00:09,000 - root - INFO - on SIGTERM a checkpoint is written",
+        "[titan] 2026-11-29 23:00:09,000 - root - WARNING - retry: Traceback (most recent call last):",
+        "ERROR: ld.so: object 'x' from LD_PRELOAD cannot be preloaded: ignored.",
+        "error: neuron cache lock busy, retrying",
+    ],
+)
+def test_harmless_words(check, line):
+    lines = titan_log()
+    assert check([*lines[:3], line, *lines[3:]]).status == 0
+
+
+def test_nan_on_another_rank(check):
+    lines = titan_log(prefix="[rank0]:") + titan_log(
+        [*LOSSES[:4], float("nan"), *LOSSES[5:]], prefix="[rank1]:"
+    )
+    result = check(lines)
+    assert result.failed == {"losses are finite"}
+    assert "step 5: nan on rank 1" in result.out
+
+
+def test_ran_out_of_data(check):
+    lines = titan_log(LOSSES[:3], total=28, every=10, later=0.5)
+    assert check(lines).status == 0
+    lines.insert(-1, f"[titan] {stamp(50)} - root - WARNING - Ran out of data; last step was canceled.")
+    assert check(lines).failed == {"all steps done"}
+
+
+def test_lost_lines_do_not_hide_missing_steps(check):
+    lines = [line for line in titan_log(total=14) if not re.search("step:  [3-6] ", line)]
+    assert check(lines).failed == {"all steps done"}
+
+
+def test_second_run_that_died_before_its_first_step(check):
+    assert check(titan_log() + titan_log()[:1]).failed == {"steps appear"}
+
+
+def test_the_rank_that_is_read_has_to_finish(check):
+    lines = titan_log(prefix="[rank0]:", finished=False) + titan_log(prefix="[rank3]:")
+    assert check(lines).failed == {"all steps done"}
+
+
+def test_pipeline_stages_without_a_loss(check):
+    assert check(titan_log([-1.0] * 10, prefix="[rank0]:") + titan_log(prefix="[rank1]:")).status == 0
+
+
+def test_resumed_run_that_logs_every_tenth_step(check):
+    lines = titan_log(LOSSES[1:4], total=530, every=10)
+    lines = [re.sub(r"step:  1 ", "step: 510 ", line) for line in lines]
+    lines = [re.sub(r"step: ([12]0) ", lambda m: f"step: {510 + int(m[1])} ", line) for line in lines]
+    lines = [line.replace("starts at step 1", "starts at step 501") for line in lines]
+    result = check(lines)
+    assert result.status == 0, result.out
+    assert "--   second step is faster" in result.out
+
+
+def test_clock_is_no_rank(check):
+    assert check([f"{9 + i // 6:02}:59:01 {line}" for i, line in enumerate(titan_log())]).status == 0
+
+
+def test_colours_that_lost_their_escape(check):
+    for escape in ("", "^["):
+        assert check([re.sub("(step|loss):", rf"{escape}[31m\1:", line) for line in titan_log()]).status == 0
+
+
+def test_ranks_without_prefix_that_lag(check):
+    lines = titan_log()
+    assert check(lines[:2] * 2 + lines[2:]).status == 0
+
+
+def test_numbers_that_are_none(check):
+    lines = titan_log()
+    assert check([*lines, "step: 11  loss: , x", "step: 12 loss: 1 tps: ,"]).status == 1
+    assert check([*lines[:-1], "[titan] step: 11  loss:  6."]).out.count("10, 1 to 10")
+    assert check(titan_log([1.7e308, 1.6e308, -1.7e308], total=3)).status in (0, 1)
+    assert check([*lines, f"step: {'9' * 400} loss: 1 x"]).status == 0
+
+
+def test_odd_options(call, check, tmp_path):
+    for value in (0, -5):
+        assert check(titan_log(), "--steps", value).status == 2
+    for name in ("x.foo", "nodir/x.png"):
+        result = check(titan_log(), "--plot", tmp_path / name)
+        assert result.status == 2
+        assert result.err.startswith("error: ")
+    assert call(check_run.main, ".").status == 2
+    assert check(["pip install torchtitan", "done"]).status == 2
 
 
 @pytest.mark.parametrize(
@@ -251,10 +366,12 @@ def test_neuron_monitor(check, tmp_path):
     record = tmp_path / "monitor.json"
     record.write_text(report(90.0, 0) + "\n" + report(0, 3.5) + "\n" + report(1, 1)[:40])
     assert "2 cores, in 2 reports" in check(titan_log(), "--neuron-monitor", record).out
-    for content in ("", "nonsense\n[1]\n", report(0, 0) + "\n"):
+    record.write_text(report(0, 0) + "\n")
+    result = check(titan_log(), "--neuron-monitor", record)
+    assert (result.status, result.failed) == (1, {"NeuronCores in use"})
+    for content in ("", "nonsense\n[1]\n"):  # a monitor that did not start tells nothing
         record.write_text(content)
-        result = check(titan_log(), "--neuron-monitor", record)
-        assert (result.status, result.failed) == (1, {"NeuronCores in use"})
+        assert "--   NeuronCores in use" in check(titan_log(), "--neuron-monitor", record).out
     record.unlink()
     assert check(titan_log(), "--neuron-monitor", record).status == 2
 

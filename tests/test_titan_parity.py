@@ -39,12 +39,15 @@ def compare(call, tmp_path):
     return run_compare
 
 
+def report_norm(step):
+    gradients = [gradient.flatten() for gradient in step["gradients"].values()]
+    step["grad_norm"] = torch.cat(gradients).norm().item()
+
+
 def scale(factor, step=1, name="w1"):
     def change(run):
-        gradients = run["records"][step]["gradients"]
-        gradients[name] *= factor
-        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
-        run["records"][step]["grad_norm"] = norm
+        run["records"][step]["gradients"][name] *= factor
+        report_norm(run["records"][step])
 
     return change
 
@@ -127,6 +130,19 @@ def move(tokens):
     return change
 
 
+def perturb(size, step=1, name="w1"):
+    """Add an error of a size, relative, in a direction of its own."""
+
+    def change(run):
+        gradient = run["records"][step]["gradients"][name]
+        noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(1))
+        noise -= gradient * (noise * gradient).sum() / gradient.square().sum()
+        gradient += noise * size * gradient.norm() / noise.norm()
+        report_norm(run["records"][step])
+
+    return change
+
+
 def other_mesh(*changes):
     def change(run):
         run.update(world_size=4, tp=2)
@@ -143,11 +159,15 @@ def test_routing(compare):
     assert result.status == 1
     assert "step 2: layers.1.moe.tokens_per_expert_E: 1 of 1024 tokens go to other experts" in result.out
     # Across meshes a close choice may turn: a few tokens, and then that much of the gradient.
-    assert compare(other_mesh(move(2), scale(1.05)), experts).status == 0
-    assert compare(other_mesh(move(2), scale(1.05, step=0)), experts).status == 1
-    assert compare(other_mesh(scale(1.05)), experts).status == 1
-    assert compare(other_mesh(scale(1.005)), experts).status == 0
-    assert compare(scale(1.005), experts).status == 1
+    assert compare(other_mesh(move(2), perturb(0.05)), experts).status == 0
+    assert compare(other_mesh(move(2), perturb(0.05, step=0)), experts).status == 1
+    assert compare(other_mesh(perturb(0.05)), experts).status == 1
+    assert compare(other_mesh(perturb(0.005)), experts).status == 0
+    assert compare(perturb(0.005), experts).status == 1
+    everything = [scale(0.97, name=name) for name in ("w1", "w2", "norm")]
+    result = compare(other_mesh(move(2), *everything), experts)
+    assert result.status == 1
+    assert "step 2: all gradients together are 0.97x the reference" in result.out
     assert "6 of 1024 tokens go to other experts" in compare(other_mesh(move(6)), experts).out
 
     def count_twice(run):
@@ -166,7 +186,12 @@ def test_another_mesh_gets_no_more_tolerance_without_experts(compare):
         ({"seed": 7}, "seed is 42 in the reference and 7 in the actual run"),
         ({"family": "deepseek_v3"}, "family is llama3 in the reference and deepseek_v3 in the actual run"),
         ({"steps": 3}, "steps is 2 in the reference and 3 in the actual run"),
+        ({"tokens": 4096}, "tokens is 1024 in the reference and 4096 in the actual run"),
+        ({"replicate": 9}, "1 ranks, tp 1, replicate 9"),
         ({"records": []}, "has no step: nothing to compare"),
+        ({"records": [1, 2]}, "lacks a field or has another"),
+        ({"records": "abc"}, "lacks a field or has another"),
+        ({"seed": None}, "lacks a field or has another"),
         ({"records": record(1)["records"]}, "the actual run recorded 1 of 2 steps"),
     ],
 )
@@ -176,10 +201,41 @@ def test_other_jobs_are_refused(compare, change, said):
     assert said in result.err
 
 
-def test_other_parameters_are_refused(compare):
-    result = compare(lambda run: [step["gradients"].pop("w2") for step in run["records"]])
+@pytest.mark.parametrize("step", [0, 1])
+def test_other_parameters_and_experts_are_refused(compare, step):
+    result = compare(lambda run: run["records"][step]["gradients"].pop("w2"))
+    assert (result.status, result.err) == (2, "error: the runs have different parameters: w2\n")
+    result = compare(lambda run: run["records"][step]["gradients"].update(w2=[1.0]))
+    assert "a gradient is no tensor" in result.err
+    experts, layer = record(experts=True), "layers.1.moe.tokens_per_expert_E"
+    result = compare(lambda run: run["records"][step]["tokens_per_expert"].pop(layer), experts)
+    assert f"the runs have different layers of experts: {layer}" in result.err
+    more = torch.ones(4)
+    result = compare(lambda run: run["records"][step]["tokens_per_expert"].update({layer: more}), experts)
+    assert "the runs have different numbers of experts" in result.err
+
+
+def test_nothing_to_compare(compare):
+    reference = record()
+    for step in reference["records"]:
+        step["gradients"] = {}
+    assert "no parameter: nothing to compare" in compare(lambda run: None, reference).err
+    result = compare(lambda run: None, record(family="deepseek_v3"))
+    assert "the routing would not be compared" in result.err
+    experts = record(experts=True)
+    for step in experts["records"]:
+        step["tokens_per_expert"] = {name: count * 0 for name, count in step["tokens_per_expert"].items()}
+    for change in (lambda run: None, other_mesh()):
+        assert "counts 0 tokens, reference 0" in compare(change, experts).out
+
+
+def test_foreign_folder_is_not_cleared(call, tmp_path):
+    (tmp_path / "llama3").mkdir()
+    (tmp_path / "llama3/model.bin").touch()
+    result = call(parity.main, "--family", "llama3", "--results", tmp_path)
     assert result.status == 2
-    assert "the runs have different parameters: w2" in result.err
+    assert "holds other files: name another --results" in result.err
+    assert (tmp_path / "llama3/model.bin").exists()
 
 
 def test_files_that_are_no_records(call, tmp_path):

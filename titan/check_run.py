@@ -22,25 +22,37 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# torchrun: "[rank3]:", "[default3]:"; older ones "rank3:"
-RANK = re.compile(r"^\s*\[?(?:rank|default|trainer)?(\d+)\]?:")
+COLOUR = re.compile(r"(?:\x1b|\^\[)?\[[0-9;?]*m|\x1b\[[0-9;?]*[A-Za-z]")  # also as pasted from a terminal
+# torchrun: "[rank3]:", "[default3]:"; older ones "rank3:". Not a clock.
+RANK = re.compile(r"^\s*\[?(?:rank|default|trainer)?(\d{1,6})\]?:(?!\d\d:)")
 TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,(\d{3}))?")
-NUMBER = r"([-+]?(?:[\d,]+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
-STEP = re.compile(rf"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*{NUMBER}", re.IGNORECASE)
+NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
+# Something has to follow: a line that is cut in the middle of a number is no number.
+STEP = re.compile(rf"(?<!validate )\bstep:\s*(\d{{1,12}})\s+loss:\s*{NUMBER}(?=\s+\S)", re.IGNORECASE)
 SPEED = re.compile(rf"\b(?:tps|wps):\s*{NUMBER}")
-TOTAL = re.compile(r"\btotal steps:? (\d+)")
+TOTAL = re.compile(r"\btotal steps:? (\d{1,12})")
+STARTS = re.compile(r"Training starts at step:? (\d{1,12})")
 TITAN = re.compile(
-    r"\[titan\]|torchtitan|Trainer (?:is )?initialized|Training starts at step|\bstep:\s*\d+\s+loss:"
+    r"\[titan\]|- torchtitan -|Trainer (?:is )?initialized|Training starts at step|\bstep:\s*\d+\s+loss:",
+    re.I,
 )
-STARTS = re.compile(r"Training starts at step:? (\d+)")
-# What a rank leaves behind that did not end by itself; a run that was stopped leaves the second kind too.
-DEATH = re.compile(r"\bSIG(?:KILL|SEGV|ABRT|BUS)\b|Loss is not finite|out of memory", re.IGNORECASE)
+# What a rank leaves behind that did not end by itself, in lines that are no message of a logger.
+CRASH = re.compile(
+    r"\bSIG(?:SEGV|ABRT|BUS)\b|exitcode\s*:\s*-(?:6|7|11)\b|Segmentation fault|core dumped|Loss is not finite"
+    r"|OutOfMemoryError|\w*(?:Error|Exception): .*out of memory|nrt_\w+ failed"
+)
+DEATH = re.compile(
+    rf"{CRASH.pattern}|\bSIGKILL\b|exitcode\s*:\s*-?[1-9]|\d+ Killed\b"
+    r"|^error: (?:rank \d+ failed|the launch failed)"
+    r"|^(?!ChildFailedError|KeyboardInterrupt|SignalException)[\w.]*(?:Error|Exception)\b"
+)
 DEATH_OR_STOP = re.compile(
-    rf"{DEATH.pattern}|Traceback \(most recent call last\)|ChildFailedError|exitcode\s*:\s*-?[1-9]"
-    r"|\bSIGTERM\b|^error: ",
-    re.IGNORECASE,
+    rf"{DEATH.pattern}|^Traceback \(most recent call last\)|ChildFailedError|\bSIGTERM\b|^error: stopped by"
 )
+STOP = re.compile(
+    r"KeyboardInterrupt|SignalException|Signals\.SIGINT|\bSIGINT\b|death signal|^error: stopped by"
+)
+LOGGED = re.compile(r" - (?:DEBUG|INFO|WARNING) - ")
 TREND_STEPS = 10  # "the first several steps"
 FASTER = 0.5  # of the first step's time: "substantially faster"
 
@@ -55,13 +67,15 @@ class Step(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What a log tells of the rank that is read."""
+    """What a log tells: of the lowest rank that logged losses, and where it says so, of all."""
 
     steps: list[Step]
     start: tuple[int, float] | None  # the first step and when training started, seconds since 1970
     total: int | None  # steps that the run was to do
     finished: bool
     restarted: bool  # training started once more after steps were logged
+    ran_out: bool  # of data
+    bad: str | None  # first loss of any rank that is not finite
     death: str | None  # first line that tells of a rank's end
     disagree: str | None  # first step for which two ranks logged different losses
 
@@ -86,59 +100,88 @@ def read_log(path: Path, stopped: bool) -> Log:
     """Read a log; of a run that was stopped on purpose, its stop is no rank's death.
 
     Raises:
-        ValueError: no such file, not text, empty, or no line of a TorchTitan run. One line for people.
+        ValueError: no such file, empty, or no line of a TorchTitan run. One line for people.
     """
+    by_rank: dict[int, dict[int, Step]] = {}
+    start_of: dict[int, tuple[int, float]] = {}
+    finished: set[int] = set()
+    total, restarted, ran_out, out_of_order, death = None, False, False, False, None
+    count, titan, stop_seen = 0, False, False
     try:
-        text = path.read_bytes().decode(errors="replace")
+        with path.open(errors="replace") as file:
+            for raw in file:
+                line = COLOUR.sub("", raw).rstrip() if "[" in raw else raw.rstrip()
+                if not line:
+                    continue
+                count += 1
+                titan = titan or bool(TITAN.search(line))
+                match = RANK.match(line)
+                rank, text = (int(match[1]), line[match.end() :].strip()) if match else (0, line)
+                steps = by_rank.setdefault(rank, {})
+                for found in STEP.finditer(line):  # two ranks may share a line
+                    speed = SPEED.search(line)
+                    loss, at = number(found[2]), int(found[1])
+                    if at in steps and str(steps[at].loss) == str(loss):
+                        continue  # several ranks without a prefix log the same global loss
+                    out_of_order = out_of_order or (bool(steps) and at <= next(reversed(steps)))
+                    steps.setdefault(at, Step(at, loss, seconds(line), number(speed[1]) if speed else None))
+                if "step" in line:
+                    if match := STARTS.search(line):
+                        restarted = restarted or bool(steps)
+                        if (time := seconds(line)) is not None:
+                            start_of.setdefault(rank, (int(match[1]), time))
+                    if match := TOTAL.search(line):
+                        total = int(match[1])
+                        restarted = restarted or bool(steps)
+                if LOGGED.search(line):
+                    ran_out = ran_out or "Ran out of data" in line
+                    if "Training completed" in line:
+                        finished.add(rank)
+                    continue
+                if death is None:
+                    if not stopped:
+                        died = DEATH_OR_STOP
+                    else:
+                        stop_seen = stop_seen or bool(STOP.search(text))
+                        died = CRASH if stop_seen else DEATH
+                    if died.search(text):
+                        death = line.strip()[:150]
+                if "Training completed" in line:
+                    finished.add(rank)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    lines = [COLOUR.sub("", line) for line in re.split(r"[\r\n]+", text) if line.strip()]
-    if not lines:
+    if not count:
         raise ValueError(f"{path} is empty: give the log of a TorchTitan run")
-    if not any(TITAN.search(line) for line in lines):
-        raise ValueError(f"{path} has no line of a TorchTitan run, in {len(lines)} lines")
+    if not titan:
+        raise ValueError(f"{path} has no line of a TorchTitan run, in {count} lines")
 
-    by_rank: dict[int, list[Step]] = {}
-    start_of: dict[int, tuple[int, float]] = {}
-    total, finished, restarted, death = None, False, False, None
-    died = DEATH if stopped else DEATH_OR_STOP
-    for line in lines:
-        match = RANK.match(line)
-        rank = int(match[1]) if match else 0
-        steps = by_rank.setdefault(rank, [])
-        time, speed = seconds(line), SPEED.search(line)
-        for found in STEP.finditer(line):  # two ranks may share a line
-            step = Step(int(found[1]), number(found[2]), time, number(speed[1]) if speed else None)
-            # Several ranks without a prefix log the same global loss.
-            if not any(step.number == s.number and step.loss == s.loss for s in steps[-4:]):
-                steps.append(step)
-        if match := STARTS.search(line):
-            restarted = restarted or bool(steps)
-            if time is not None:
-                start_of.setdefault(rank, (int(match[1]), time))
-        if match := TOTAL.search(line):
-            total = int(match[1])
-        finished = finished or "Training completed" in line
-        if death is None and died.search(line):
-            death = line.strip()[:150]
-    by_rank = {rank: steps for rank, steps in by_rank.items() if steps}
+    # Under pipeline parallelism, stages without the loss log -1.
+    by_rank = {rank: steps for rank, steps in by_rank.items() if any(s.loss != -1 for s in steps.values())}
     lowest = min(by_rank, default=0)
+    bad = [
+        f"step {step.number}: {step.loss}" + (f" on rank {rank}" if rank else "")
+        for rank, steps in by_rank.items()
+        for step in steps.values()
+        if not math.isfinite(step.loss)
+    ]
     return Log(
-        steps=by_rank.get(lowest, []),
+        steps=list(by_rank.get(lowest, {}).values()),
         start=start_of.get(lowest),
         total=total,
-        finished=finished,
-        restarted=restarted,
+        finished=lowest in finished,
+        restarted=restarted or out_of_order,
+        ran_out=ran_out,
+        bad=bad[0] if bad else None,
         death=death,
         disagree=first_disagreement(by_rank),
     )
 
 
-def first_disagreement(by_rank: dict[int, list[Step]]) -> str | None:
+def first_disagreement(by_rank: dict[int, dict[int, Step]]) -> str | None:
     """Return the first step for which ranks logged different losses: the logged one is global."""
     losses: dict[int, dict[float, int]] = {}
     for rank in sorted(by_rank):
-        for step in by_rank[rank]:
+        for step in by_rank[rank].values():
             losses.setdefault(step.number, {}).setdefault(step.loss, rank)
     for step in sorted(losses):
         finite = {loss: rank for loss, rank in losses[step].items() if math.isfinite(loss)}
@@ -149,8 +192,11 @@ def first_disagreement(by_rank: dict[int, list[Step]]) -> str | None:
 
 
 def slope(values: list[tuple[int, float]]) -> float:
-    """Return the slope of the least-squares line through (step, loss)."""
-    return statistics.linear_regression(*zip(*values, strict=True)).slope
+    """Return the slope of the least-squares line through (step, loss); infinite if it overflows."""
+    try:
+        return statistics.linear_regression(*zip(*values, strict=True)).slope
+    except OverflowError:
+        return math.inf
 
 
 def durations(log: Log) -> tuple[float, float, str] | None:
@@ -159,9 +205,10 @@ def durations(log: Log) -> tuple[float, float, str] | None:
     By time stamps, from the line that says training starts; else by the logged tokens per second.
     """
     first, second = log.steps[:2]
+    if log.start is not None and log.start[0] != first.number:
+        return None  # resumed, and the first line is the mean of several steps
     if log.start is not None and first.time is not None and second.time is not None:
-        step, start = log.start
-        one = (first.time - start) / max(1, first.number - step + 1)
+        one = first.time - log.start[1]
         two = (second.time - first.time) / (second.number - first.number)
         if one > 0 and two >= 0:
             return one, two, "s, by time stamps"
@@ -170,20 +217,18 @@ def durations(log: Log) -> tuple[float, float, str] | None:
     return None
 
 
-def neuron_cores(path: Path) -> tuple[int, str]:
-    """Return how many NeuronCores a neuron-monitor record shows at work, and what it tells if none."""
-    used = set()
-    reports = 0
+def neuron_cores(path: Path) -> tuple[int, int]:
+    """Return how many NeuronCores a neuron-monitor record shows at work, and its number of reports."""
+    used, reports = set(), 0
     for line in path.read_text(errors="replace").splitlines():
         try:
-            runtimes = json.loads(line)["neuron_runtime_data"]
-            for runtime in runtimes:
+            for runtime in json.loads(line)["neuron_runtime_data"]:
                 cores = runtime["report"]["neuroncore_counters"]["neuroncores_in_use"]
                 used |= {core for core, counters in cores.items() if counters["neuroncore_utilization"] > 0}
             reports += 1
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # the last line of a stopped monitor is cut
-    return len(used), f"{reports} reports"
+    return len(used), reports
 
 
 def check(log: Log, steps: int | None, stopped: bool, monitor: Path | None) -> list[tuple[str, str, str]]:
@@ -195,41 +240,44 @@ def check(log: Log, steps: int | None, stopped: bool, monitor: Path | None) -> l
 
     numbers = [step.number for step in log.steps]
     if numbers:
-        ordered = all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
         found = f"{len(numbers)}, {numbers[0]} to {numbers[-1]}"
-        if not ordered or log.restarted:
+        if log.restarted:
             found += "; not in order or started again: the log of more than one run?"
-        point("steps appear", ordered and not log.restarted, found)
+        point("steps appear", not log.restarted, found)
     else:
         point("steps appear", False, "no line with step and loss: it ended before the first step")
 
-    bad = [step for step in log.steps if not math.isfinite(step.loss)]
-    if bad:
-        point("losses are finite", False, f"step {bad[0].number}: {bad[0].loss}")
+    if log.bad:
+        point("losses are finite", False, log.bad)
     elif log.disagree:
         point("losses are finite", False, f"ranks differ on the global loss, {log.disagree}")
     else:
         point("losses are finite", bool(numbers), f"all {len(numbers)}")
 
     first = [(step.number, step.loss) for step in log.steps[:TREND_STEPS] if math.isfinite(step.loss)]
-    if len({number for number, _ in first}) < 2:
+    if len(first) < 2:
         point("loss falls", False, f"{len(first)} finite losses: two are needed")
     else:
         rise = slope(first)
         found = f"{first[0][1]:.5f} at step {first[0][0]}, {first[-1][1]:.5f} at step {first[-1][0]}; "
         point("loss falls", rise < 0, found + f"trend {rise:+.3g} a step")
 
-    if len(numbers) < 2 or numbers[1] <= numbers[0]:
+    if len(numbers) < 2:
         point("second step is faster", False, f"{len(numbers)} steps: two are needed")
     elif (times := durations(log)) is None:
-        point("second step is faster", None, "the log has neither time stamps nor speeds")
+        point("second step is faster", None, "the log has no time of the first step and of a later one")
     else:
         one, two, how = times
         found = f"first {one:.3g}, then {two:.3g} {how}"
-        point("second step is faster", two <= FASTER * one, found)
+        good = two <= FASTER * one
+        point(
+            "second step is faster", good, found if good else f"{found}; was all compiled by an earlier run?"
+        )
 
-    last, expected = (numbers[-1] if numbers else 0), steps or log.total
-    if stopped:
+    last, expected = (numbers[-1] if numbers else 0), log.total if steps is None else steps
+    if log.ran_out:
+        point("all steps done", False, f"{last} of {expected or '?'}: it ran out of data")
+    elif stopped:
         point("all steps done", None, f"stopped on request after step {last} of {expected or '?'}")
     elif expected is None:
         point("all steps done", log.finished, f"{last} of an unknown number: give --steps")
@@ -239,18 +287,19 @@ def check(log: Log, steps: int | None, stopped: bool, monitor: Path | None) -> l
 
     point("no rank died", log.death is None, log.death or "no sign of it")
 
-    if monitor is None:
-        point("NeuronCores in use", None, "no record of neuron-monitor")
+    cores, reports = neuron_cores(monitor) if monitor else (0, 0)
+    if reports:
+        point("NeuronCores in use", cores > 0, f"{cores} cores, in {reports} reports of neuron-monitor")
     else:
-        cores, found = neuron_cores(monitor)
-        point("NeuronCores in use", cores > 0, f"{cores} cores, in {found} of neuron-monitor")
+        point("NeuronCores in use", None, "no report of neuron-monitor")
     return lines
 
 
 def covers(numbers: list[int], expected: int) -> bool:
     """Return whether the logged steps reach the expected one, up to how often they were logged."""
     gaps = [b - a for a, b in zip(numbers, numbers[1:], strict=False)]
-    return bool(numbers) and expected - numbers[-1] < max(gaps, default=1)
+    every = statistics.mode(gaps[1:] or gaps or [1])  # step 1 is logged besides, lines may be lost
+    return bool(numbers) and expected - numbers[-1] < every
 
 
 def plot(log: Log, path: Path) -> None:
@@ -280,23 +329,24 @@ def main() -> int:
     )
     parser.add_argument("--plot", type=Path, help="image file for the loss curve; needs matplotlib")
     args = parser.parse_args()
-    monitor = args.neuron_monitor or args.log.with_name(f"{args.log.name}.neuron-monitor")
     try:
-        if args.neuron_monitor and not monitor.is_file():
-            raise ValueError(f"there is no {monitor}")
+        if args.steps is not None and args.steps < 1:
+            raise ValueError(f"--steps is {args.steps}; give 1 or more")
+        if args.neuron_monitor and not args.neuron_monitor.is_file():
+            raise ValueError(f"there is no {args.neuron_monitor}")
         log = read_log(args.log, args.stopped)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    lines = check(log, args.steps, args.stopped, monitor if monitor.is_file() else None)
-    for verdict, name, found in lines:
-        print(f"{verdict:4} {name:22} {found}")
-    if args.plot:
-        try:
+        monitor = args.neuron_monitor or args.log.with_name(f"{args.log.name}.neuron-monitor")
+        lines = check(log, args.steps, args.stopped, monitor if monitor.is_file() else None)
+        for verdict, name, found in lines:
+            print(f"{verdict:4} {name:22} {found}")
+        if args.plot:
             plot(log, args.plot)
-        except ImportError:
-            print("error: --plot needs matplotlib: pip install -r requirements-report.txt", file=sys.stderr)
-            return 2
+    except ImportError:
+        print("error: --plot needs matplotlib: pip install -r requirements-report.txt", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
     failed = [name for verdict, name, _ in lines if verdict == "FAIL"]
     if failed:
         print(f"FAIL {args.log}: {', '.join(failed)}")

@@ -6,9 +6,9 @@
 
 Without an accelerator TorchTitan takes the device to be "cuda" and fails in its first call to it.
 adapt() gives it the CPU: device type "cpu", process-group backend Gloo, and a device module that has
-the functions TorchTitan calls. Where there is an accelerator it changes nothing. Each of the four
-changes is one function here and would be a few lines in torchtitan/tools/utils.py and
-torchtitan/distributed/utils.py, which is where a patch for upstream would put them.
+the functions TorchTitan calls. Where there is an accelerator it changes nothing, unless TITAN_DEVICE=cpu
+is in the environment. Each of the four changes is one function here and would be a few lines in
+torchtitan/tools/utils.py and torchtitan/distributed/utils.py, where a patch for upstream would put them.
 """
 
 import os
@@ -56,12 +56,13 @@ def allow_barrier_with_devices() -> None:
 
 
 def adapt() -> None:
-    """Make TorchTitan run on the CPU, unless there is an accelerator.
+    """Make TorchTitan run on the CPU, unless there is an accelerator and TITAN_DEVICE is not cpu.
 
     Raises:
         RuntimeError: torchtitan is already imported, and with it its choice of a device.
     """
-    if torch._utils._get_available_device_type() is not None:
+    wanted = os.environ.get("TITAN_DEVICE")
+    if torch._utils._get_available_device_type() is not None and wanted != "cpu":
         return
     if "torchtitan" in sys.modules:
         raise RuntimeError(

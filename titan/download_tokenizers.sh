@@ -4,7 +4,7 @@
 #   titan/download_tokenizers.sh [--dry-run] [llama] [deepseek]     default: both
 #
 # Llama's repository is gated: HF_TOKEN has to hold a token of an account that was granted access.
-source "$(dirname "$0")/env.sh"
+source "$(dirname "$0")/env.sh" || exit 2
 
 dry= which=()
 for word in "$@"; do
@@ -18,22 +18,26 @@ done
 
 python=$(command -v python || command -v python3) # the one that torchtitan-neuron is installed in
 
-# download REPOSITORY WORD...: one download; it failed if no tokenizer is there afterwards.
+# download REPOSITORY WORD...: one download; it failed if it brought no tokenizer.
 download() {
-    local repository=$1 folder=assets/hf/${1##*/} kind
+    local repository=$1 folder=assets/hf/${1##*/}
     shift
+    if has_tokenizer "$folder"; then
+        echo "== $repository: a tokenizer is in $PWD/$folder already"
+        return
+    fi
     "$python" scripts/download_hf_assets.py --repo_id "$repository" --assets tokenizer "$@" || {
         echo "error: the download of $repository failed: pass a valid HF_TOKEN if it is gated, and see that" \
             "your account has been granted access" >&2
         exit 1
     }
-    for kind in tokenizer.json tokenizer.model vocab.json; do
-        [ -s "$folder/$kind" ] && return
-    done
-    echo "error: the download of $repository matched no tokenizer file: there is none in $PWD/$folder" >&2
-    exit 1
+    has_tokenizer "$folder" || {
+        echo "error: the download of $repository matched no tokenizer file: there is none in $PWD/$folder" >&2
+        exit 1
+    }
 }
 
+HF_TOKEN=${HF_TOKEN//[[:space:]]/}
 for repository in "${which[@]}"; do
     if [ "$repository" = llama ] && [ -z "$dry" ] && [ -z "$HF_TOKEN" ]; then
         refuse "HF_TOKEN is not set, and meta-llama/Llama-3.1-8B is gated: set it to a token of an account with" \

@@ -9,44 +9,56 @@
 #   HF_TOKEN                Hugging Face token, for the gated Llama tokenizer
 #   PYTHON, RESULTS         Python to run with; folder for logs (default: results)
 set -eo pipefail
+unset CDPATH
 
 TITAN=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname "$TITAN")
 NAME=$(basename "$0" .sh)
 PATH=$PATH:/opt/aws/neuron/bin
-if [ -z "$PYTHON" ]; then
-    PYTHON=$ROOT/.venv/bin/python
-    [ -x "$PYTHON" ] || PYTHON=python3
-fi
+[ -n "$PYTHON" ] || PYTHON=$ROOT/.venv/bin/python
+[ -x "$(command -v "$PYTHON")" ] || PYTHON=python3
 
 refuse() {
     echo "error: $*" >&2
     exit 2
 }
 
-# value OPTION WORD...: the last value that the words give to an option, as --a.b v or --a.b=v, with - or _.
-value() {
-    local wanted=$1 word key next= found=
+# absolute PATH: the same, from whatever directory it is used.
+absolute() {
+    case $1 in ''|/*) printf %s "$1" ;; *) printf %s "$PWD/$1" ;; esac
+}
+TORCHTITAN_NEURON_DIR=$(absolute "$TORCHTITAN_NEURON_DIR")
+case $PYTHON in */*) PYTHON=$(absolute "$PYTHON") ;; esac
+
+# find_option OPTION WORD...: whether the words have --OPTION, with - or _, as --a.b v or --a.b=v; its last
+# value goes to found.
+find_option() {
+    local wanted=__$1 word key next= seen=
+    found=
     shift
     for word in "$@"; do
         if [ -n "$next" ]; then found=$word next=; continue; fi
         key=${word%%=*}
-        if [ "${key//-/_}" = "__$wanted" ]; then
-            case $word in *=*) found=${word#*=} ;; *) next=1 ;; esac
+        if [ "${key//-/_}" = "$wanted" ]; then
+            seen=1
+            case $word in *=*) found=${word#*=} ;; *) found= next=1 ;; esac
         fi
     done
-    printf %s "$found"
+    [ -n "$seen" ]
 }
 
-# show WORD...: a command over several lines, an option and its value on one.
+# show WORD...: a command over several lines, an option and its value on one, to be pasted as it is.
 show() {
-    local word
-    printf %s "$1"
-    shift
+    local word first=1
     for word in "$@"; do
         case $word in
-            -*|[A-Z]*=*|*/*.py|*/run_train.sh) printf ' \\\n  %s' "$(quote "$word")" ;;
-            *) printf ' %s' "$(quote "$word")" ;;
+            -*|[A-Z]*=*|*/*.py|*/run_train.sh) [ -n "$first" ] || printf ' \\\n  ' ;;
+            *) [ -n "$first" ] || printf ' ' ;;
+        esac
+        first=
+        case $word in
+            [A-Z]*=*) printf %s= "${word%%=*}" && quote "${word#*=}" ;;
+            *) quote "$word" ;;
         esac
     done
     printf '\n'
@@ -61,51 +73,66 @@ quote() {
 
 # The cores that neuron-ls lists, counted; nothing if it does not tell.
 count_cores() {
-    neuron-ls -j 2>/dev/null | "$PYTHON" -c '
-import json, sys
-text = sys.stdin.read()
-devices = json.loads(text[text.find("["):])
+    "$PYTHON" -c '
+import json, re, subprocess
+text = subprocess.run(["neuron-ls", "-j"], capture_output=True, text=True, timeout=20).stdout
+devices = json.loads(text[re.search(r"\[\s*\{", text).start():])  # a warning may stand before it
 print(sum(len(d.get("neuroncore_ids") or range(d.get("nc_count") or 0)) for d in devices))' 2>/dev/null || true
 }
 
 check_arguments() {
+    local option
+    for option in module config; do
+        if find_option $option "$@"; then
+            refuse "--$option is '$found': set it as $(echo $option | tr a-z A-Z)=$found, which is checked"
+        fi
+    done
     case $MODULE in
         *.*) ;;
         *) refuse "MODULE is '$MODULE', a short name, which resolves to upstream's recipes without SimpleFSDP:" \
             "give the full path, $default_module" ;;
     esac
-    local mode tp
-    mode=$(value compile.mode "$@")
-    if [ -n "$mode" ] && [ "$mode" != jit ]; then
-        refuse "--compile.mode is '$mode': SimpleFSDP on Neuron supports jit only, and the recipe sets it;" \
+    if find_option compile.mode "$@" && [ "$found" != jit ]; then
+        refuse "--compile.mode is '$found': SimpleFSDP on Neuron supports jit only, and the recipe sets it;" \
             "leave the option out"
     fi
-    tp=$(value parallelism.tensor_parallel_degree "$@")
-    if [ "$CONFIG" = simple_fsdp_llama3_8b ] && ! [ "${tp:-1}" -gt 1 ] 2>/dev/null; then
-        refuse "selective Llama 3.1 8B without tensor parallelism (degree ${tp:-1}) runs out of memory on" \
+    find_option parallelism.tensor_parallel_degree "$@" || found=1
+    case $found in
+        ''|*[!0-9]*) refuse "--parallelism.tensor_parallel_degree is '$found': give a number" ;;
+    esac
+    if [ "$DEVICE" = neuron ] && [ "$CONFIG" = simple_fsdp_llama3_8b ] && [ "$found" -lt 2 ]; then
+        refuse "selective Llama 3.1 8B without tensor parallelism (degree $found) runs out of memory on" \
             "24 GiB cores: take CONFIG=simple_fsdp_llama3_8b_fullac, or --parallelism.tensor_parallel_degree=4"
     fi
     case $NGPU in
-        ''|*[!0-9]*|0) refuse "NGPU is '$NGPU': give a number of ranks, 1 or more" ;;
+        *[!0-9]*) refuse "NGPU is '$NGPU': give a number of ranks, 1 or more" ;;
     esac
-    case $STEPS in
-        *[!0-9]*|0) refuse "STEPS is '$STEPS': give a number of steps, 1 or more" ;;
+    [ "$NGPU" -gt 0 ] || refuse "NGPU is '$NGPU': give a number of ranks, 1 or more"
+    case ${STEPS:-1} in
+        *[!0-9]*) refuse "STEPS is '$STEPS': give a number of steps, 1 or more" ;;
     esac
+    [ "${STEPS:-1}" -gt 0 ] || refuse "STEPS is '$STEPS': give a number of steps, 1 or more"
+}
+
+# has_tokenizer FOLDER: whether there is a tokenizer in it, as TorchTitan reads them.
+has_tokenizer() {
+    [ -s "$1/tokenizer.json" ] || [ -s "$1/tokenizer.model" ] || [ -s "$1/vocab.json" ] || [ -s "$1/vocab.txt" ]
 }
 
 check_neuron_machine() {
     [ -n "$TORCHTITAN_NEURON_DIR" ] ||
         refuse "TORCHTITAN_NEURON_DIR is not set: give the torchtitan-neuron directory that you installed"
-    [ -x "$TORCHTITAN_NEURON_DIR/run_train.sh" ] ||
+    [ -f "$TORCHTITAN_NEURON_DIR/run_train.sh" ] ||
         refuse "no run_train.sh in TORCHTITAN_NEURON_DIR, $TORCHTITAN_NEURON_DIR: give the torchtitan-neuron" \
             "directory that you installed"
-    local assets available
-    assets=$(value hf_assets_path "$@")
-    if [ -z "$assets" ]; then # the recipe's own: Llama's is downloaded, DeepSeek's comes with the repository
-        case $family in llama3) assets=./assets/hf/Llama-3.1-8B ;; *) assets=. ;; esac
+    [ -x "$TORCHTITAN_NEURON_DIR/run_train.sh" ] ||
+        refuse "$TORCHTITAN_NEURON_DIR/run_train.sh may not be executed: chmod +x it"
+    local available
+    if ! find_option hf_assets_path "$@"; then # the recipe's own; DeepSeek's comes with the repository
+        case $CONFIG in simple_fsdp_llama3_8b*) found=./assets/hf/Llama-3.1-8B ;; esac
     fi
-    (cd "$TORCHTITAN_NEURON_DIR" && [ -d "$assets" ] && [ -n "$(ls -A "$assets")" ]) ||
-        refuse "no tokenizer in $assets of $TORCHTITAN_NEURON_DIR: run titan/download_tokenizers.sh, or give" \
+    [ -z "$found" ] || (cd "$TORCHTITAN_NEURON_DIR" && has_tokenizer "$found") ||
+        refuse "no tokenizer in $found of $TORCHTITAN_NEURON_DIR: run titan/download_tokenizers.sh, or give" \
             "--hf_assets_path"
     available=$(count_cores)
     if [ -z "$available" ]; then
@@ -118,7 +145,7 @@ check_neuron_machine() {
 
 check_other_machine() {
     "$PYTHON" -c 'from importlib.metadata import version; version("torchtitan")' 2>/dev/null ||
-        refuse "$PYTHON has no torchtitan: make titan-smoke installs it, or pip install -r requirements-titan.txt"
+        refuse "$PYTHON has no torchtitan: $PYTHON -m pip install -r $ROOT/requirements-titan.txt"
 }
 
 notes() {
@@ -127,19 +154,21 @@ notes() {
     echo "note: the first step traces and compiles, and takes far longer than the next."
     if [ "$DEVICE" = neuron ]; then
         echo "note: the Neuron stack caches what it compiled (TORCH_NEURONX_NEFF_CACHE_DIR): later runs start faster."
-        case " ${tutorial[*]} " in
-            *" --training.steps "*) ;;
-            *) echo "note: this is a full training run, and the instance bills: stop it with Ctrl-C." ;;
-        esac
+    fi
+    if find_option training.steps "$@" || [ "$DEVICE" != neuron ]; then
+        echo "note: a few steps on a small text show that the path works, and train nothing."
+    else
+        echo "note: this is a full training run, and the instance bills: stop it with Ctrl-C."
     fi
 }
 
 # neuron_command WORD...: set command to the tutorial's, with more options.
 neuron_command() {
-    MODULE=${chosen_module:-torchtitan_neuron.experiments.graph_trainer.$family}
+    DEVICE=neuron
+    default_module=torchtitan_neuron.experiments.graph_trainer.$family
+    MODULE=${chosen_module:-$default_module}
     CONFIG=${chosen_config:-$config}
     NGPU=${chosen_ngpu:-64}
-    default_module=torchtitan_neuron.experiments.graph_trainer.$family
     options=("${tutorial[@]}" "$@")
     command=("NGPU=$NGPU" "MODULE=$MODULE" "CONFIG=$CONFIG" ./run_train.sh "${options[@]}")
 }
@@ -147,25 +176,31 @@ neuron_command() {
 # other_command WORD...: set command to the same recipe at debug size, by this repository's titan/train.py.
 other_command() {
     local debug_config=${config/8b/debugmodel}
-    MODULE=${chosen_module:-titan.$family}
+    default_module=titan.$family
+    MODULE=${chosen_module:-$default_module}
     CONFIG=${chosen_config:-${debug_config/16b_nki_tp4_fsdp16/debugmodel_tp2}}
     NGPU=${chosen_ngpu:-4}
-    default_module=titan.$family
     options=(--hf_assets_path .titan/tokenizer)
-    if [ -z "$(value dataloader.dataset "$@")" ]; then
-        options+=(--dataloader.dataset c4_test --dataloader.dataset_path .titan/c4_test)
+    find_option dataloader.dataset "$@" || options+=(--dataloader.dataset c4_test)
+    if [ "${found:-c4_test}" = c4_test ]; then # other data are where TorchTitan looks for them
+        options+=(--dataloader.dataset_path .titan/c4_test)
     fi
     options+=(--dump_folder "$results/$NAME" "${debug[@]}" ${STEPS:+--training.steps "$STEPS"} "$@")
-    command=("$PYTHON" launch.py --standalone "--nproc-per-node=$NGPU" --log-dir "$results/logs/$NAME"
+    command=("TITAN_DEVICE=$DEVICE" OMP_NUM_THREADS=1 HF_DATASETS_CACHE=.titan/cache
+        "$PYTHON" launch.py --standalone "--nproc-per-node=$NGPU" --log-dir "$results/logs/$NAME"
         --redirects 3 --tee 1 --local-ranks-filter 0
         titan/train.py --module "$MODULE" --config "$CONFIG" "${options[@]}")
 }
 
 # launch WORD...: run the wrapper's recipe on this machine, or with --dry-run say how.
 launch() {
-    local dry= given=$DEVICE word status=0 words=()
+    local dry= given=$DEVICE word words=()
     for word in "$@"; do
-        if [ "$word" = --dry-run ]; then dry=1; else words+=("$word"); fi
+        case $word in
+            --dry-run) dry=1 ;;
+            -h|--help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;;
+            *) words+=("$word") ;;
+        esac
     done
     chosen_module=$MODULE chosen_config=$CONFIG chosen_ngpu=$NGPU
     results=${RESULTS:-results}/titan
@@ -175,13 +210,12 @@ launch() {
         else DEVICE=cpu; fi
     fi
     case $DEVICE in
-        neuron) neuron_command "${words[@]}" ;;
-        cpu|cuda) other_command "${words[@]}" ;;
+        neuron) neuron_command "${words[@]}"; check_arguments "${words[@]}" "${options[@]}" ;;
+        cpu|cuda) other_command "${words[@]}"; check_arguments "${words[@]}" ;;
         *) refuse "DEVICE is '$DEVICE': neuron, cuda or cpu" ;;
     esac
-    check_arguments "${options[@]}"
 
-    if [ -n "$dry" ] && [ -z "$given" ] && [ "$DEVICE" != neuron ]; then
+    if [ -n "$dry" ] && [ -z "$given$chosen_module$chosen_config$chosen_ngpu" ] && [ "$DEVICE" != neuron ]; then
         echo "# here, on the ${DEVICE}, at debug size:"
         show "${command[@]}"
         neuron_command "${words[@]}"
@@ -192,34 +226,30 @@ launch() {
         show "${command[@]}"
         return
     fi
+    if [ "$DEVICE" = neuron ]; then check_neuron_machine "${options[@]}"; else check_other_machine; fi
 
-    if [ "$DEVICE" = neuron ]; then
-        check_neuron_machine "${options[@]}"
-    else
-        check_other_machine
-    fi
     cd "$ROOT"
     mkdir -p "$results"
-    local log=$PWD/$results/$NAME.log monitor=
-    case $results in /*) log=$results/$NAME.log ;; esac
+    local log status=0 checked=0 stopped= folder=$ROOT
+    log=$(absolute "$results/$NAME.log")
     rm -f "$log" "$log.neuron-monitor"
-    notes >&2
+    notes "${options[@]}" >&2
     if [ "$DEVICE" = neuron ]; then
+        folder=$TORCHTITAN_NEURON_DIR
         if command -v neuron-monitor >/dev/null; then
             neuron-monitor >"$log.neuron-monitor" 2>/dev/null &
-            monitor=$!
+            trap "kill $! 2>/dev/null || true" EXIT
         fi
+        unset NEURON_RT_VISIBLE_CORES NEURON_RT_NUM_CORES # every rank takes its own of all cores
         echo "== $NAME: $NGPU NeuronCores; log in $log" >&2
-        (cd "$TORCHTITAN_NEURON_DIR" && env "${command[@]}") 2>&1 | tee -i "$log" || status=$?
-        [ -z "$monitor" ] || kill "$monitor" 2>/dev/null || true
     else
         "$PYTHON" titan/make_assets.py --output .titan
-        if [ "$DEVICE" = cpu ]; then export CUDA_VISIBLE_DEVICES=; fi
-        export HF_DATASETS_CACHE=$ROOT/.titan/cache OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-        echo "== $NAME: $CONFIG on $NGPU ranks of the $DEVICE, not on Neuron; log in $log" >&2
         rm -rf "$results/logs/$NAME"
-        "${command[@]}" 2>&1 | tee -i "$log" || status=$?
+        echo "== $NAME: $CONFIG on $NGPU ranks of the $DEVICE, not on Neuron; log in $log" >&2
     fi
-    "$PYTHON" "$TITAN/check_run.py" "$log" || [ "$status" != 0 ] || status=$?
+    trap stopped=--stopped INT # goes to the launcher as well, which ends all ranks
+    (cd "$folder" && exec env "${command[@]}") 2>&1 | tee -i "$log" || status=$?
+    "$PYTHON" "$TITAN/check_run.py" "$log" $stopped || checked=$?
+    [ "$status" != 0 ] || status=$checked
     return "$status"
 }

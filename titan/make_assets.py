@@ -84,13 +84,19 @@ def main() -> int:
     )
     output = parser.parse_args().output
     data = output / "c4_test" / "data.jsonl"
-    if not data.is_file() or not (output / "tokenizer" / "tokenizer_config.json").is_file():
+    marker = output / ".made-by-make_assets"
+    if not marker.is_file() or not data.is_file():
+        taken = [name for name in ("tokenizer", "c4_test") if (output / name).exists()]
+        if taken and not marker.is_file():
+            print(f"error: {output / taken[0]} was not made here: name another --output", file=sys.stderr)
+            return 2
         try:
             texts = documents()
         except ImportError:
             print("error: this Python has no pydoc_data.topics, the text of help()", file=sys.stderr)
             return 2
         output.mkdir(parents=True, exist_ok=True)
+        marker.touch()
         with tempfile.TemporaryDirectory(dir=output) as new:
             write_tokenizer(texts, Path(new) / "tokenizer")
             write_documents(texts, Path(new) / "c4_test")

@@ -23,7 +23,8 @@ Tolerances, and where they come from:
 * A mixture of experts on another mesh, gradients: one bfloat16 eps (2^-7), because TorchTitan runs
   the routed experts in bfloat16 whatever the recipe says, plus 2 sqrt(2m/n) where m of n token slots
   went to another expert: a rounding can turn a close choice, which moves a whole token's share of
-  the gradient from one expert to the other. At most 0.5 % of the slots may move. Loss: one bfloat16
+  the gradient from one expert to the other. At most 0.5 % of the slots may move, and no part of the
+  error may be a common factor. Loss: one bfloat16
   eps, averaged over the step's tokens. On the same mesh nothing is added in another order: the 16 eps
   hold, and no token moves.
 * Reported gradient norm against the norm of the recorded gradients in float64: 4 sqrt(n) eps, n the
@@ -35,6 +36,7 @@ Exit status: 0 parity, 1 mismatch, 2 invalid input or a run that failed.
 
 import argparse
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -77,13 +79,33 @@ def load(path: Path) -> dict:
     """
     try:
         run = torch.load(path, weights_only=True)
-        steps = len(run["records"])
     except FileNotFoundError:
         raise InvalidInput(f"no record {path}: make titan-parity writes it") from None
     except Exception as error:
         raise InvalidInput(f"{path} is not a record of titan/parity_train.py: {error!r:.100}") from None
-    if not steps:
+    options = {"family": str, "records": list} | dict.fromkeys(
+        ("seed", "steps", "world_size", "tp", "replicate", "tokens"), int
+    )
+    step = {"loss": float, "grad_norm": float, "gradients": dict, "tokens_per_expert": dict}
+
+    def has(record: object, fields: dict[str, type]) -> bool:
+        return isinstance(record, dict) and all(isinstance(record.get(k), v) for k, v in fields.items())
+
+    if not has(run, options) or not all(has(record, step) for record in run["records"]):
+        raise InvalidInput(
+            f"{path} is not a record of titan/parity_train.py: it lacks a field or has another"
+        )
+    for record in run["records"]:
+        values = [value for value in record["gradients"].values() if value is not None]
+        values += record["tokens_per_expert"].values()
+        if not all(isinstance(value, torch.Tensor) for value in values):
+            raise InvalidInput(f"{path} is not a record of titan/parity_train.py: a gradient is no tensor")
+    if not run["records"]:
         raise InvalidInput(f"{path} has no step: nothing to compare")
+    if min(run["tp"], run["replicate"], run["tokens"]) < 1 or run["world_size"] % (
+        run["tp"] * run["replicate"]
+    ):
+        raise InvalidInput(f"{path}: {run['world_size']} ranks, tp {run['tp']}, replicate {run['replicate']}")
     return run
 
 
@@ -91,9 +113,10 @@ def check_comparable(reference: dict, actual: dict) -> None:
     """Refuse two runs of different jobs.
 
     Raises:
-        InvalidInput: model, seed, number of steps or parameters differ.
+        InvalidInput: model, seed, number of steps, batch, parameters or layers of experts differ, or
+            there are none.
     """
-    for option in ("family", "seed", "steps"):
+    for option in ("family", "seed", "steps", "tokens"):
         if reference[option] != actual[option]:
             raise InvalidInput(
                 f"{option} is {reference[option]} in the reference and {actual[option]} in the actual run"
@@ -101,10 +124,18 @@ def check_comparable(reference: dict, actual: dict) -> None:
     for name, run in (("reference", reference), ("actual run", actual)):
         if len(run["records"]) != run["steps"]:
             raise InvalidInput(f"the {name} recorded {len(run['records'])} of {run['steps']} steps")
-    names = [set(run["records"][0]["gradients"]) for run in (reference, actual)]
-    if names[0] != names[1]:
-        different = ", ".join(sorted(names[0] ^ names[1])[:3])
-        raise InvalidInput(f"the runs have different parameters: {different}")
+    first = reference["records"][0]
+    for record in reference["records"] + actual["records"]:
+        for field, what in (("gradients", "parameters"), ("tokens_per_expert", "layers of experts")):
+            if different := first[field].keys() ^ record[field].keys():
+                raise InvalidInput(f"the runs have different {what}: {', '.join(sorted(different)[:3])}")
+        for layer, count in record["tokens_per_expert"].items():
+            if count.shape != first["tokens_per_expert"][layer].shape:
+                raise InvalidInput(f"the runs have different numbers of experts in {layer}")
+    if not first["gradients"]:
+        raise InvalidInput("the runs have no parameter: nothing to compare")
+    if reference["family"] == "deepseek_v3" and not first["tokens_per_expert"]:
+        raise InvalidInput("the runs have no tokens_per_expert: the routing would not be compared")
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
@@ -135,7 +166,7 @@ def tolerances(reference: dict, actual: dict, same_mesh: bool, tokens: int) -> t
     if same_mesh or not reference["tokens_per_expert"]:
         return TOLERANCE, TOLERANCE
     moved, slots = moved_tokens(reference, actual)
-    gradients = TOLERANCE + BFLOAT16_EPS + 2 * math.sqrt(2 * moved / slots)
+    gradients = TOLERANCE + BFLOAT16_EPS + 2 * math.sqrt(2 * moved / max(slots, 1.0))
     return gradients, TOLERANCE + BFLOAT16_EPS / math.sqrt(tokens)
 
 
@@ -150,6 +181,27 @@ def check_routing(reference: dict, actual: dict, same_mesh: bool) -> list[str]:
         elif not moved <= (0 if same_mesh else MOVED_TOLERANCE * slots):
             mismatches.append(f"{layer}: {moved:.0f} of {slots:.0f} tokens go to other experts")
     return mismatches
+
+
+def check_factor(reference: dict, actual: dict) -> list[str]:
+    """Return a mismatch if all gradients of a step together are the reference's times a factor.
+
+    Errors that routing causes are in no direction: they leave the factor 1 but for a small part of them.
+    """
+    product = square = error = 0.0
+    for name, r in reference["gradients"].items():
+        a = actual["gradients"][name]
+        if r is None or a is None or a.shape != r.shape:
+            return []  # told already
+        product += (a.double() * r.double()).sum().item()
+        square += r.double().square().sum().item()
+        error += (a.double() - r.double()).square().sum().item()
+    if not (square and math.isfinite(product)):
+        return []
+    factor, error = product / square, math.sqrt(error / square)
+    if abs(factor - 1) <= max(TOLERANCE, error / 4):
+        return []
+    return [f"all gradients together are {factor:.4g}x the reference"]
 
 
 def check_norm(run: str, record: dict) -> list[str]:
@@ -201,7 +253,7 @@ def compare(reference: dict, actual: dict) -> tuple[list[str], list[str]]:
             error, mismatch = check_gradient(name, r, a, tolerance)
             errors[name].append(error)
             found += mismatch
-        found += check_norm("reference", r) + check_norm("actual run", a)
+        found += check_factor(r, a) + check_norm("reference", r) + check_norm("actual run", a)
         mismatches += [f"step {number}: {line}" for line in found]
     return table(pairs, errors, limits), mismatches
 
@@ -233,7 +285,7 @@ def describe(name: str, actual: torch.Tensor, reference: torch.Tensor, error: fl
         return f"gradient of {name} is zero in the reference: nothing to compare"
     line = f"gradient of {name} is off by {error:.2g} ({error / EPS:.0f} eps)"
     a, r = actual.double(), reference.double()
-    if a.shape == r.shape and a.any():
+    if a.shape == r.shape and a.any() and r.square().sum() > 0:
         factor = ((a * r).sum() / r.square().sum()).item()
         rest = (a - factor * r).norm().item() / a.norm().item()
         if abs(factor - 1) > 4 * rest:
@@ -279,16 +331,27 @@ def launch(ranks: int, options: list[str], log: Path) -> None:
     shutil.rmtree(log, ignore_errors=True)
     command = [sys.executable, HERE.parent / "launch.py", "--standalone", f"--nproc-per-node={ranks}",
                "--log-dir", log, "--redirects", "3", HERE / "parity_train.py", *options]  # fmt: skip
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    # The CPU, also where there is an accelerator: the tolerances are for it.
+    environment = {"TITAN_DEVICE": "cpu", "OMP_NUM_THREADS": "1"} | os.environ
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
     if done.returncode:
         line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise InvalidInput(line.removeprefix("error: "))
 
 
 def train(family: str, args: argparse.Namespace) -> Path:
-    """Make the seed checkpoint and all runs of a family; return the folder of their records."""
+    """Make the seed checkpoint and all runs of a family; return the folder of their records.
+
+    Raises:
+        InvalidInput: the folder holds something that was not made here, or a run failed.
+    """
     folder = args.results / family
+    marker = folder / ".made-by-parity"
+    if folder.exists() and any(folder.iterdir()) and not marker.exists():
+        raise InvalidInput(f"{folder} holds other files: name another --results")
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    marker.touch()
     common = ["--family", family, "--seed", str(args.seed), "--steps", str(args.steps),
               "--assets", str(args.assets), "--seed-checkpoint", str(folder / "seed")]  # fmt: skip
     launch(1, [*common, "--plan", "seed", "--output", str(folder / "seed.pt")], folder / "logs" / "seed")
