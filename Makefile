@@ -66,9 +66,9 @@ SCRIPTS := training_common.py distributed_train.py simplefsdp_tp_train.py launch
 ORACLE_SCRIPTS := training_common.py oracle_train.py
 COMPARISONS := $(MODES:%=$(RESULTS)/compare-cpu-%.json) $(MODES:%=$(RESULTS)/compare-%.json)
 
-TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-test
+TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-memory titan-test
 
-.PHONY: help all-parity preflight preflight-quiet oracle report test silent-bugs lint format bench clean FORCE
+.PHONY: help all-parity preflight preflight-quiet oracle report test neuron-test silent-bugs lint format bench clean FORCE
 .PHONY: $(TITAN)
 .PHONY: $(MODES) $(MODES:%=cpu-%) $(MODES:%=device-%) $(MODES:%=compare-%) $(MODES:%=compare-cpu-%)
 # One run at a time, whatever -j says: a run uses every core, and two would mix their output.
@@ -90,7 +90,9 @@ help:
 	@echo 'make titan-deepseek      the same of DeepSeek-V3'
 	@echo 'make titan-smoke         both on four ranks at TP2 x FSDP2, debug size, on the CPU; each run checked'
 	@echo 'make titan-parity        TorchTitan: compiled SimpleFSDP, eager FSDP2 and one rank compared'
+	@echo 'make titan-memory        peak memory per core of the 64-rank recipes, predicted; MEMORY_OPTIONS="--model ..."'
 	@echo 'make test                run the tests'
+	@echo 'make neuron-test         run the tests of the Neuron path, on a stand-in for torch_neuronx'
 	@echo 'make titan-test          run the tests of titan/ that train with TorchTitan'
 	@echo 'make silent-bugs         train with 74 real mistakes and see that each is found and named'
 	@echo 'make lint                check style and formatting'
@@ -219,6 +221,9 @@ titan-parity: | $(TITAN_ENVIRONMENT)
 	@$(PYTHON) titan/make_assets.py
 	@$(PYTHON) titan/parity.py --results "$(RESULTS)/titan-parity"
 
+titan-memory: | $(TITAN_ENVIRONMENT)
+	@$(PYTHON) titan/predict_memory.py --results "$(RESULTS)/titan-memory" $(MEMORY_OPTIONS)
+
 .venv/installed: requirements.txt
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "error: $(BASE_PYTHON) is Python %d.%d, 3.11 or newer is needed: make BASE_PYTHON=python3.12" % v[:2])'
 	@echo "== installing torch into .venv, once: some minutes, some GB"
@@ -241,7 +246,10 @@ titan-parity: | $(TITAN_ENVIRONMENT)
 
 test: | $(DEV_ENVIRONMENT)
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || { echo "error: $(PYTHON) has no pytest: pip install -r requirements-dev.txt" >&2; exit 2; }
-	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs --ignore=tests/titan_training -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs --ignore=tests/titan_training --ignore=tests/test_neuron.py -n 2 --dist loadfile --no-loadscope-reorder
+
+neuron-test: | $(DEV_ENVIRONMENT)
+	$(PYTHON) -m pytest tests/test_neuron.py
 
 titan-test: | $(DEV_ENVIRONMENT) $(TITAN_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/titan_training -n 2

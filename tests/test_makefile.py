@@ -119,6 +119,8 @@ def test_help_lists_every_target(make):
             "titan-deepseek",
             "titan-smoke",
             "titan-parity",
+            "titan-memory",
+            "neuron-test",
             "titan-test",
             "test",
             "lint",

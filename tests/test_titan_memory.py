@@ -1,0 +1,150 @@
+"""titan/predict_memory.py, the part without torch: lines, verdicts, the table, what is refused."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "titan"))
+import predict_memory as memory  # noqa: E402
+
+PHASES = ("static", "forward", "loss", "backward", "optimizer")
+
+
+def run_of(layers, sizes, total=32) -> dict:
+    """Return what measure() returns, with sizes in GiB for lower and upper in each phase."""
+    peaks = {
+        bound: {
+            phase: {"bytes": size * memory.GIB, "labels": {"parameters": memory.GIB}}
+            for phase, size in zip(PHASES, row, strict=True)
+        }
+        for bound, row in zip(("lower", "upper"), sizes, strict=True)
+    }
+    return peaks | {"layers": total}
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """Replace the measuring process: 0.25 GiB a layer forward, the loss 4 or 9 GiB; count its calls."""
+    calls = []
+
+    def run_worker(layout, results):
+        calls.append(layout)
+        tp = layout["tp"]
+        return [
+            run_of(n, [[0.1 * n, n / 4 / tp, (loss + n / 4) / tp, 1, 0.5] for loss in (4, 9)]) for n in (2, 4)
+        ]
+
+    monkeypatch.setattr(memory, "run_worker", run_worker)
+    monkeypatch.setattr(memory, "version", lambda package: "1")
+    return calls
+
+
+def test_line():
+    assert memory.line_through([(2, 1.0), (4, 2.0)], 32) == 16.0
+    assert memory.line_through([(3, 7.0)], 3) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "said"),
+    [
+        (1, 24, "fits"),
+        (23, 24.1, "too close to call"),
+        (24, 30, "too close to call"),
+        (24.1, 30, "does not fit"),
+    ],
+)
+def test_verdict(lower, upper, said):
+    assert memory.verdict({"lower": lower, "upper": upper}, 24.0) == said
+
+
+def test_bracket_phases_and_their_peak(worker, tmp_path):
+    layout = {"model": "llama3_8b", "tp": 1, "layers": [2, 4]}
+    prediction = memory.predict(layout, tmp_path)
+    assert (prediction["lower"], prediction["upper"]) == (12.0, 17.0)
+    assert prediction["where"] == {"lower": "loss", "upper": "loss"}
+    assert prediction["static"] == pytest.approx(3.2)
+    assert prediction["largest"] == {"parameters": 1.0}
+
+
+def test_table_has_the_published_figures(call, worker, tmp_path):
+    result = call(memory.main, "--results", tmp_path)
+    assert result.err == ""
+    rows = {line[:44].strip(): line[44:].split() for line in result.out.splitlines()[1:]}
+    assert len(rows) == 6
+    assert rows["llama3_8b TP1 x FSDP64 selective"][2] == "OOM"
+    assert rows["llama3_8b TP1 x FSDP64 full"][2] == "11.91"
+    assert rows["llama3_8b TP4 x FSDP16 selective"][2] == "8.21"
+    assert rows["llama3_8b TP4 x FSDP16 full"][2] == "4.71"
+    assert rows["deepseek_v3_16b TP4 x FSDP16 full"][2:] == ["fits"]
+    assert result.status == 0
+
+
+def test_figures_are_not_shown_beside_other_jobs(call, worker, tmp_path):
+    for options in (["--ranks", 128], ["--sequence", 4096], ["--batch", 2], ["--loss", "chunked"]):
+        assert "11.91" not in call(memory.main, "--results", tmp_path, *options).out
+
+
+def test_one_layout_with_knobs(call, worker, tmp_path):
+    result = call(
+        memory.main, "--model", "llama3_8b", "--memory", "8", "--sequence", "8192", "--results", tmp_path
+    )
+    assert result.status == 1
+    assert "does not fit" in result.out
+    assert "static: 3.20 (parameters, buffers, optimizer state)" in result.out
+    for knob in ("with full checkpointing", "with TP2", "with chunked loss", "with sequence 4096"):
+        assert knob in result.out
+    (tp2,) = [line for line in result.out.splitlines() if "with TP2" in line]
+    assert tp2.endswith("too close to call; saves 6.00 to 8.50")
+    assert len(worker) == 5
+    call(memory.main, "--model", "llama3_8b", "--no-knobs", "--results", tmp_path)
+    assert len(worker) == 6
+
+
+def test_plot(call, worker, tmp_path):
+    picture = tmp_path / "table.png"
+    assert call(memory.main, "--plot", picture, "--results", tmp_path).status == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ranks", 0], "--ranks is 0; give a positive number"),
+        (["--memory", "nan"], "--memory is nan; give a positive number"),
+        (["--tp", 3], "--tp 3 does not divide --ranks 64"),
+        (["--tp", 4, "--sequence", 1022], "--tp 4 does not divide --sequence 1022"),
+        (["--model", "gpt2"], "invalid choice: 'gpt2'"),
+    ],
+)
+def test_refused(call, worker, tmp_path, options, said):
+    result = call(memory.main, "--results", tmp_path, *options)
+    assert (result.status, worker) == (2, [])
+    assert said in result.err
+
+
+def test_without_torchtitan(call, monkeypatch):
+    def missing(package):
+        raise memory.PackageNotFoundError(package)
+
+    monkeypatch.setattr(memory, "version", missing)
+    result = call(memory.main)
+    assert result.status == 2
+    assert "torchtitan is not installed" in result.err
+
+
+def test_failed_worker_is_told_and_not_cached(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "version", lambda package: "1")
+    layout = {"model": "llama3_8b", "ranks": 64, "tp": 1, "checkpointing": "full", "layers": [2]}
+    monkeypatch.setattr(memory.sys, "executable", "/bin/false")
+    with pytest.raises(memory.InvalidInput, match="llama3_8b TP1 x FSDP64 full: exit status 1"):
+        memory.run_worker(layout, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prediction_is_cached(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "version", lambda package: "1")
+    layout = {"model": "llama3_8b", "ranks": 64, "tp": 1, "checkpointing": "full", "layers": [2]}
+    (tmp_path / f"{memory.fingerprint(layout)}.json").write_text(json.dumps([{"layers": 32}]))
+    assert memory.run_worker(layout, tmp_path) == [{"layers": 32}]
