@@ -22,6 +22,7 @@ from conftest import ENVIRONMENT, ROOT, run
 sys.path.insert(0, str(ROOT / "titan"))
 import check_run  # noqa: E402
 import parity  # noqa: E402
+import predict_memory  # noqa: E402
 
 GRAPH_TRAINER = "torchtitan_neuron.experiments.graph_trainer"
 LAYOUT = "--parallelism.tensor_parallel_degree=4 --parallelism.data_parallel_shard_degree=-1"
@@ -391,6 +392,14 @@ def test_readme_command(command, call, monkeypatch, tmp_path):
         monkeypatch.setattr(parity, "train", lambda family, args: tmp_path)
         assert call(parity.main, *words[2:]).status == 0
         assert len(called) == (1 if "--compare" in words else 3)
+    elif "titan/predict_memory.py" in words:
+        row = {"lower": 1.0, "upper": 2.0, "static": 0.5, "layers": 32, "measured_layers": 4, "largest": {}}
+        row |= {"where": dict.fromkeys(("lower", "upper"), "loss"), "phases": {"lower": {}, "upper": {}}}
+        (tmp_path / "results").mkdir()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(predict_memory, "version", lambda package: "1")
+        monkeypatch.setattr(predict_memory, "predict", lambda layout, results: row)
+        assert call(predict_memory.main, *words[2:]).status == 0
     elif "titan/train.py" in words:  # the wrapper's own, but for its logs
         here = words_of_dry_run(DEVICE="cpu")
         assert words[words.index("--module") :][:-1] == here[here.index("--module") :][:-1]
