@@ -278,5 +278,11 @@ clean:
 	  if grep -aqsE 'parity-comparison|report_training' $$file; then rm -f $$file; fi; done
 	@$(foreach run,$(RUNS),$(call clear_logs,$(run)); )true
 	@rm -f $(SETTINGS) $(RESULTS)/.settings-oracle
+	@$(foreach run,$(basename $(notdir $(wildcard titan/*.sh))),rm -rf $(RESULTS)/titan/$(run) \
+	  $(RESULTS)/titan/$(run).log $(RESULTS)/titan/$(run).log.neuron-monitor $(RESULTS)/titan/logs/$(run); )true
+	@for made in .titan/.made-by-make_assets $(RESULTS)/titan-parity/*/.made-by-parity; do \
+	  if [ -e $$made ]; then rm -rf $$(dirname $$made); fi; done
+	@rm -f $(RESULTS)/titan-memory/????????????????.json
+	@rmdir $(RESULTS)/titan/logs $(RESULTS)/titan $(RESULTS)/titan-parity $(RESULTS)/titan-memory 2>/dev/null || true
 	@rmdir $(foreach run,$(RUNS),$(RESULTS)/$(run)) $(RESULTS)/logs $(RESULTS) 2>/dev/null || true
-	@rm -rf .standin .pytest_cache .ruff_cache __pycache__ tests/__pycache__ tests/silent_bugs/__pycache__
+	@rm -rf .standin .pytest_cache .ruff_cache __pycache__ tests/__pycache__ tests/silent_bugs/__pycache__ titan/__pycache__ tests/titan_training/__pycache__

@@ -12,8 +12,10 @@ layers are run that way; layers are alike, and the rest is a straight line. --ex
 The prediction is a bracket. What makes it wide is the loss, which a compiler may or may not fuse: one
 float32 copy of the logits of 8,192 tokens is 3.91 GiB.
 
-    lower   loss fused into one kernel that keeps float32 log-probabilities; gradients stay between steps
-    upper   loss as the operators that PyTorch traces, one after the other; gradients freed between steps
+    lower   loss fused into one kernel that keeps float32 log-probabilities, and gradients stay between
+            steps; optimizer fused
+    upper   loss as the operators that PyTorch traces, one after the other, and gradients are freed;
+            optimizer as operators on lists of tensors
 
 Not modelled: scratch memory of the compiler's kernels, bucketing and prefetching of all-gathers, buffers
 of the collectives, fragmentation, imbalance of the experts, the runtime itself.
@@ -244,11 +246,16 @@ def fused_loss():
     return FusedLoss.apply
 
 
-def bounds(loss: str) -> dict[str, tuple[bool, bool]]:
-    """Return for each bound whether the loss is fused and whether gradients stay between steps."""
+def bounds(loss: str) -> dict[str, dict[str, bool]]:
+    """Return for each bound the options of Job.step and Job.allocate; see the top."""
     if loss == "bracket":
-        return {"lower": (True, True), "upper": (False, False)}
-    return {"lower": (loss == "fused", False), "upper": (loss == "fused", True)}
+        fused_loss, keep = {"lower": True, "upper": False}, {"lower": True, "upper": False}
+    else:
+        fused_loss, keep = dict.fromkeys(("lower", "upper"), loss == "fused"), {"lower": False, "upper": True}
+    return {
+        bound: {"fuse": fused_loss[bound], "keep": keep[bound], "fused_optimizer": bound == "lower"}
+        for bound in ("lower", "upper")
+    }
 
 
 class Job:
@@ -267,11 +274,15 @@ class Job:
             self.model._skip_lm_head = True
 
     def allocate(self) -> None:
-        """Make the parameters and the optimizer."""
+        """Make the parameters."""
+        self.model.to_empty(device="cpu")
+
+    def make_optimizer(self, fused: bool) -> None:
+        """Make the optimizer; its state comes with its first step."""
         import torch
 
-        self.model.to_empty(device="cpu")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, fused=fused, foreach=not fused)
 
     def local(self, tensor):
         from torch.distributed.tensor import DTensor
@@ -307,22 +318,23 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not keep)
 
-    def measure(self, fuse: bool, keep: bool) -> dict[str, dict]:
+    def measure(self, fuse: bool, keep: bool, fused_optimizer: bool) -> dict[str, dict]:
         """Return the peaks of a step by phase; "static" is parameters, buffers and optimizer state."""
+        self.make_optimizer(fused_optimizer)
         for _ in range(2):  # compile, make the optimizer's state, find all placements
             self.step(fuse, keep)
         memory = live_bytes()
+        for parameter in self.model.parameters():
+            memory.see(self.local(parameter), "parameters")
+        for buffer in self.model.buffers():
+            memory.see(self.local(buffer), "buffers")
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                memory.see(self.local(value), f"optimizer state {name}")
+        memory.phase = "forward"
+        for gradient in self.gradients():
+            memory.see(gradient, "gradients")
         with memory:
-            for parameter in self.model.parameters():
-                memory.see(self.local(parameter), "parameters")
-            for buffer in self.model.buffers():
-                memory.see(self.local(buffer), "buffers")
-            for state in self.optimizer.state.values():
-                for name, value in state.items():
-                    memory.see(self.local(value), f"optimizer state {name}")
-            memory.phase = "forward"
-            for gradient in self.gradients():
-                memory.see(gradient, "gradients")
             self.step(fuse, keep, memory)
         self.optimizer.zero_grad(set_to_none=True)
         return memory.peaks()
@@ -349,7 +361,7 @@ def measure(layout: dict, layers: int | None) -> dict:
     # Fake tensors of the CPU: on meta, attention would take another path.
     with FakeTensorMode(allow_non_fake_inputs=True):
         job.allocate()
-        peaks = {bound: job.measure(*how) for bound, how in bounds(layout["loss"]).items()}
+        peaks = {bound: job.measure(**how) for bound, how in bounds(layout["loss"]).items()}
     return peaks | {"layers": job.total_layers}
 
 

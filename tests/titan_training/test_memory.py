@@ -24,10 +24,12 @@ import torch
 
 figures = {{}}
 for layout["checkpointing"] in ("none", "selective", "full"):
-    fuse, keep = memory.bounds(layout["loss"])["upper"]
+    how = memory.bounds(layout["loss"])["upper"]
+    fuse, keep = how["fuse"], how["keep"]
     predicted = max(peak["bytes"] for peak in memory.measure(layout, 2)["upper"].values())
     job = memory.Job(layout, 2)
     job.allocate()
+    job.make_optimizer(how["fused_optimizer"])
     with torch.no_grad():
         for parameter in job.model.parameters():
             job.local(parameter).normal_(std=0.02)
