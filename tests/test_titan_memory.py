@@ -21,7 +21,7 @@ def run_of(layers, sizes, total=32) -> dict:
         }
         for bound, row in zip(("lower", "upper"), sizes, strict=True)
     }
-    return peaks | {"layers": total}
+    return peaks | {"layers": total, "sequence": 8192, "batch": 1}
 
 
 @pytest.fixture
@@ -82,14 +82,18 @@ def test_table_has_the_published_figures(call, worker, tmp_path):
 
 
 def test_figures_are_not_shown_beside_other_jobs(call, worker, tmp_path):
-    for options in (["--ranks", 128], ["--sequence", 4096], ["--batch", 2], ["--loss", "chunked"]):
+    for options in (
+        ["--ranks", 128],
+        ["--sequence", 4096],
+        ["--batch", 2],
+        ["--loss", "chunked"],
+        ["--dtype", "float32"],
+    ):
         assert "11.91" not in call(memory.main, "--results", tmp_path, *options).out
 
 
 def test_one_layout_with_knobs(call, worker, tmp_path):
-    result = call(
-        memory.main, "--model", "llama3_8b", "--memory", "8", "--sequence", "8192", "--results", tmp_path
-    )
+    result = call(memory.main, "--model", "llama3_8b", "--memory", "8", "--results", tmp_path)
     assert result.status == 1
     assert "does not fit" in result.out
     assert "static: 3.20 (parameters, buffers, optimizer state)" in result.out
@@ -100,6 +104,42 @@ def test_one_layout_with_knobs(call, worker, tmp_path):
     assert len(worker) == 5
     call(memory.main, "--model", "llama3_8b", "--no-knobs", "--results", tmp_path)
     assert len(worker) == 6
+
+
+def test_a_knob_that_cannot_be_built(call, worker, monkeypatch, tmp_path):
+    run_worker = memory.run_worker
+
+    def fail_at_tp16(layout, results):
+        if layout["tp"] == 16:
+            raise memory.InvalidInput("ValueError: 8 heads")
+        return run_worker(layout, results)
+
+    monkeypatch.setattr(memory, "run_worker", fail_at_tp16)
+    result = call(memory.main, "--model", "llama3_70b", "--results", tmp_path)
+    assert (result.status, result.err) == (0, "")
+    assert "llama3_70b TP8 x FSDP8 full" in result.out
+    assert "cannot be built: ValueError: 8 heads" in result.out
+    assert "with chunked loss" in result.out
+
+
+def test_bounds_differ_in_what_is_fused_only():
+    for loss, (lower, upper) in {
+        "bracket": (True, False),
+        "fused": (True, True),
+        "eager": (False, False),
+        "chunked": (False, False),
+    }.items():
+        how = memory.bounds(loss)
+        assert [how[bound]["fused_loss"] for bound in ("lower", "upper")] == [lower, upper]
+        assert [how[bound]["fused_optimizer"] for bound in ("lower", "upper")] == [True, False]
+
+
+def test_bounds_that_are_the_other_way_round(monkeypatch, tmp_path):
+    sizes = [[1, 2, 3, 9, 1], [1, 2, 5, 3, 1]]
+    monkeypatch.setattr(memory, "run_worker", lambda layout, results: [run_of(32, sizes)])
+    prediction = memory.predict({"layers": [None]}, tmp_path)
+    assert (prediction["lower"], prediction["upper"]) == (5.0, 9.0)
+    assert prediction["where"] == {"lower": "loss", "upper": "backward"}
 
 
 def test_plot(call, worker, tmp_path):
@@ -113,8 +153,12 @@ def test_plot(call, worker, tmp_path):
     [
         (["--ranks", 0], "--ranks is 0; give a positive number"),
         (["--memory", "nan"], "--memory is nan; give a positive number"),
-        (["--tp", 3], "--tp 3 does not divide --ranks 64"),
-        (["--tp", 4, "--sequence", 1022], "--tp 4 does not divide --sequence 1022"),
+        (["--model", "llama3_8b", "--tp", 3], "TP degree 3 does not divide --ranks 64"),
+        (["--model", "deepseek_v3_16b", "--ranks", 6], "TP degree 4 does not divide --ranks 6"),
+        (["--ranks", 6], "TP degree 4 does not divide --ranks 6"),
+        (["--sequence", 1022], "TP degree 4 does not divide --sequence 1022"),
+        (["--tp", 2], "are for one layout: give --model, too"),
+        (["--plot", "x.foo"], "--plot is x.foo: name a .png"),
         (["--model", "gpt2"], "invalid choice: 'gpt2'"),
     ],
 )
@@ -134,13 +178,14 @@ def test_without_torchtitan(call, monkeypatch):
     assert "torchtitan is not installed" in result.err
 
 
-def test_failed_worker_is_told_and_not_cached(monkeypatch, tmp_path):
+def test_failed_worker_is_told_and_not_cached(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(memory, "version", lambda package: "1")
     layout = {"model": "llama3_8b", "ranks": 64, "tp": 1, "checkpointing": "full", "layers": [2]}
     monkeypatch.setattr(memory.sys, "executable", "/bin/false")
     with pytest.raises(memory.InvalidInput, match="llama3_8b TP1 x FSDP64 full: exit status 1"):
         memory.run_worker(layout, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert "== llama3_8b TP1 x FSDP64 full: running 2 layers" in capsys.readouterr().err
+    assert [path.suffix for path in tmp_path.iterdir()] == [".err"]
 
 
 def test_prediction_is_cached(monkeypatch, tmp_path):
@@ -148,3 +193,7 @@ def test_prediction_is_cached(monkeypatch, tmp_path):
     layout = {"model": "llama3_8b", "ranks": 64, "tp": 1, "checkpointing": "full", "layers": [2]}
     (tmp_path / f"{memory.fingerprint(layout)}.json").write_text(json.dumps([{"layers": 32}]))
     assert memory.run_worker(layout, tmp_path) == [{"layers": 32}]
+    (tmp_path / f"{memory.fingerprint(layout)}.json").write_text('[{"lay')
+    monkeypatch.setattr(memory.sys, "executable", "/bin/false")
+    with pytest.raises(memory.InvalidInput):  # cut: predicted again
+        memory.run_worker(layout, tmp_path)

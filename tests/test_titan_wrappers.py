@@ -394,6 +394,7 @@ def test_readme_command(command, call, monkeypatch, tmp_path):
         assert len(called) == (1 if "--compare" in words else 3)
     elif "titan/predict_memory.py" in words:
         row = {"lower": 1.0, "upper": 2.0, "static": 0.5, "layers": 32, "measured_layers": 4, "largest": {}}
+        row |= {"batch": 1, "sequence": 8192}
         row |= {"where": dict.fromkeys(("lower", "upper"), "loss"), "phases": {"lower": {}, "upper": {}}}
         (tmp_path / "results").mkdir()
         monkeypatch.chdir(tmp_path)

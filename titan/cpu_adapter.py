@@ -7,8 +7,8 @@
 Without an accelerator TorchTitan takes the device to be "cuda" and fails in its first call to it.
 adapt() gives it the CPU: device type "cpu", process-group backend Gloo, and a device module that has
 the functions TorchTitan calls. Where there is an accelerator it changes nothing, unless TITAN_DEVICE=cpu
-is in the environment. Each of the four changes is one function here and would be a few lines in
-torchtitan/tools/utils.py and torchtitan/distributed/utils.py, where a patch for upstream would put them.
+is in the environment. Upstream, the four changes of adapt() would be a few lines in
+torchtitan/tools/utils.py and torchtitan/distributed/utils.py.
 """
 
 import os
@@ -64,6 +64,8 @@ def adapt() -> None:
     wanted = os.environ.get("TITAN_DEVICE")
     if torch._utils._get_available_device_type() is not None and wanted != "cpu":
         return
+    if getattr(torch._utils._get_available_device_type, "adapted", False):
+        return
     if "torchtitan" in sys.modules:
         raise RuntimeError(
             "torchtitan is imported already and took the device to be cuda: call adapt() first"
@@ -71,6 +73,7 @@ def adapt() -> None:
     module = cpu_module()
     get_device_module = torch._utils._get_device_module
     torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_available_device_type.adapted = True
     torch._utils._get_device_module = lambda kind: module if kind == "cpu" else get_device_module(kind)
     allow_barrier_with_devices()
 

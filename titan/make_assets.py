@@ -85,7 +85,9 @@ def main() -> int:
     output = parser.parse_args().output
     data = output / "c4_test" / "data.jsonl"
     marker = output / ".made-by-make_assets"
-    if not marker.is_file() or not data.is_file():
+    maker = hashlib.sha256(sys.version.encode() + Path(__file__).read_bytes()).hexdigest()
+    made = marker.is_file() and marker.read_text() == maker
+    if not (made and data.is_file() and (output / "tokenizer" / "tokenizer.json").is_file()):
         taken = [name for name in ("tokenizer", "c4_test") if (output / name).exists()]
         if taken and not marker.is_file():
             print(f"error: {output / taken[0]} was not made here: name another --output", file=sys.stderr)
@@ -96,13 +98,14 @@ def main() -> int:
             print("error: this Python has no pydoc_data.topics, the text of help()", file=sys.stderr)
             return 2
         output.mkdir(parents=True, exist_ok=True)
-        marker.touch()
+        marker.write_text("")  # ours, and not complete
         with tempfile.TemporaryDirectory(dir=output) as new:
             write_tokenizer(texts, Path(new) / "tokenizer")
             write_documents(texts, Path(new) / "c4_test")
             for name in ("tokenizer", "c4_test"):
                 shutil.rmtree(output / name, ignore_errors=True)
                 (Path(new) / name).rename(output / name)
+        marker.write_text(maker)
     count = sum(1 for _ in data.open())
     print(
         f"== {output}: {count} documents, {VOCABULARY} tokens in the vocabulary, checksum {checksum(output)}"

@@ -10,15 +10,14 @@ compiles and trains a step, and in the next one notes every storage that is made
 layers are run that way; layers are alike, and the rest is a straight line. --exact runs all layers.
 
 The prediction is a bracket. What makes it wide is the loss, which a compiler may or may not fuse: one
-float32 copy of the logits of 8,192 tokens is 3.91 GiB.
+float32 copy of the logits of 8,192 tokens is 3.91 GiB. Gradients are there from the start, as in every
+microbatch of an accumulated step but the first.
 
-    lower   loss fused into one kernel that keeps float32 log-probabilities, and gradients stay between
-            steps; optimizer fused
-    upper   loss as the operators that PyTorch traces, one after the other, and gradients are freed;
-            optimizer as operators on lists of tensors
+    lower   loss fused into one kernel that keeps float32 log-probabilities; optimizer fused
+    upper   loss and optimizer as the operators that PyTorch runs, one after the other
 
 Not modelled: scratch memory of the compiler's kernels, bucketing and prefetching of all-gathers, buffers
-of the collectives, fragmentation, imbalance of the experts, the runtime itself.
+of the collectives, fragmentation, imbalance of the experts, expert parallelism, the runtime itself.
 
 Exit status: 0 the layout fits, or the table was printed; 1 it does not fit or is too close to call;
 2 invalid input.
@@ -28,6 +27,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -38,12 +38,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
 LAYERS = (2, 4)  # from which the line is drawn
-MODELS = {  # recipe module, recipe
-    "llama3_8b": ("llama3", "simple_fsdp_llama3_8b"),
-    "llama3_70b": ("llama3", "simple_fsdp_llama3_70b_fullac"),
-    "llama3_debugmodel": ("llama3", "simple_fsdp_llama3_debugmodel"),
-    "deepseek_v3_16b": ("deepseek_v3", "simple_fsdp_deepseek_v3_16b_nki_tp4_fsdp16"),
-    "deepseek_v3_debugmodel": ("deepseek_v3", "simple_fsdp_deepseek_v3_debugmodel_tp2"),
+MODELS = {  # recipe module, recipe, its tensor-parallel degree and activation checkpointing
+    "llama3_8b": ("llama3", "simple_fsdp_llama3_8b", 1, "selective"),
+    "llama3_70b": ("llama3", "simple_fsdp_llama3_70b_fullac", 8, "full"),
+    "llama3_debugmodel": ("llama3", "simple_fsdp_llama3_debugmodel", 1, "selective"),
+    "deepseek_v3_16b": ("deepseek_v3", "simple_fsdp_deepseek_v3_16b_nki_tp4_fsdp16", 4, "selective"),
+    "deepseek_v3_debugmodel": ("deepseek_v3", "simple_fsdp_deepseek_v3_debugmodel_tp2", 2, "selective"),
 }
 # model, TP degree, checkpointing: GiB that the tutorial measured of 24 on a trn2.48xlarge (by AWS, not by
 # us); "OOM": out of memory; None: not published.
@@ -116,15 +116,12 @@ def make_attention_one_operator() -> None:
 
 def build(layout: dict, layers: int | None):
     """Return a layout's model with its first layers (None: all), its configuration, and how many it has."""
-    import torch
     from torchtitan.components.loss import ChunkedLossWrapper
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed import utils as dist_utils
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
     from titan import deepseek_v3, llama3
 
-    module, recipe = MODELS[layout["model"]]
+    module, recipe, _, _ = MODELS[layout["model"]]
     if module == "deepseek_v3":
         make_attention_one_operator()
     config = getattr({"llama3": llama3, "deepseek_v3": deepseek_v3}[module], recipe)()
@@ -138,15 +135,26 @@ def build(layout: dict, layers: int | None):
     config.parallelism.tensor_parallel_degree = layout["tp"]
     if layout["loss"] == "chunked":
         config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
-    model_config = config.model_spec.model
-    total = len(model_config.layers)
-    model_config.layers = model_config.layers[:layers]
-    dims = ParallelDims.from_config(config.parallelism, layout["ranks"])
+    total = len(config.model_spec.model.layers)
+    config.model_spec.model.layers = config.model_spec.model.layers[:layers]
+    return build_model(config, layout["ranks"]), config, total
+
+
+def build_model(config, ranks: int):
+    """Return the model of a configuration, on meta, parallelized for a fake job of some ranks."""
+    import torch
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.experiments.graph_trainer import simple_fsdp as upstream_simple_fsdp
+
+    torch._dynamo.reset()
+    upstream_simple_fsdp._wrap_class_cache.clear()  # it keeps the first mesh for all later models
+    dims = ParallelDims.from_config(config.parallelism, ranks)
     dims.build_mesh()  # before there is a fake mode
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-    model_config.update_from_config(config=config)
+    config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):
-        model = model_config.build()
+        model = config.model_spec.model.build()
     model = config.model_spec.parallelize_fn(
         model,
         parallel_dims=dims,
@@ -156,7 +164,7 @@ def build(layout: dict, layers: int | None):
         ac_config=config.activation_checkpoint,
         dump_folder="",
     )
-    return model.train(), config, total
+    return model.train()
 
 
 def live_bytes():
@@ -211,8 +219,10 @@ def live_bytes():
             """Return for each phase its peak, in bytes, and what was live then, by label."""
             live, best, at = 0, {}, {}
             for index, (phase, number, sign) in enumerate(self.events):
+                if phase not in best:
+                    best[phase], at[phase] = live, index - 1
                 live += sign * self.allocations[number][0]
-                if live > best.get(phase, -1):
+                if live > best[phase]:
                     best[phase], at[phase] = live, index
             return {phase: {"bytes": best[phase], "labels": self.labels(at[phase])} for phase in best}
 
@@ -247,14 +257,10 @@ def fused_loss():
 
 
 def bounds(loss: str) -> dict[str, dict[str, bool]]:
-    """Return for each bound the options of Job.step and Job.allocate; see the top."""
-    if loss == "bracket":
-        fused_loss, keep = {"lower": True, "upper": False}, {"lower": True, "upper": False}
-    else:
-        fused_loss, keep = dict.fromkeys(("lower", "upper"), loss == "fused"), {"lower": False, "upper": True}
+    """Return for each bound whether loss and optimizer are fused; see the top."""
     return {
-        bound: {"fuse": fused_loss[bound], "keep": keep[bound], "fused_optimizer": bound == "lower"}
-        for bound in ("lower", "upper")
+        bound: {"fused_loss": loss == "fused" or (loss == "bracket" and fused), "fused_optimizer": fused}
+        for bound, fused in (("lower", True), ("upper", False))
     }
 
 
@@ -262,11 +268,6 @@ class Job:
     """A layout's training job, on fake or real tensors, of which single steps can be run."""
 
     def __init__(self, layout: dict, layers: int | None):
-        import torch
-        from torchtitan.experiments.graph_trainer import simple_fsdp as upstream_simple_fsdp
-
-        torch._dynamo.reset()
-        upstream_simple_fsdp._wrap_class_cache.clear()  # it keeps the first mesh for all later models
         self.model, self.config, self.total_layers = build(layout, layers)
         self.loss, self.fused = self.config.loss.build(compile_config=self.config.compile), fused_loss()
         if layout["loss"] == "chunked":
@@ -292,8 +293,8 @@ class Job:
     def gradients(self) -> list:
         return [self.local(p.grad) for p in self.model.parameters() if p.grad is not None]
 
-    def step(self, fuse: bool, keep: bool, memory=None) -> None:
-        """Train a step. memory is told the phases, and which tensors are gradients."""
+    def step(self, fused_loss: bool, memory=None) -> None:
+        """Train a step, gradients stay. memory is told the phases, and which tensors are gradients."""
         import torch
 
         def phase(name: str) -> None:
@@ -307,7 +308,10 @@ class Job:
         labels, positions = torch.zeros_like(tokens), tokens.to(torch.int32)
         output = self.model(tokens, positions=positions)
         phase("loss")
-        value = self.fused(self.local(output)) if fuse else self.loss(output, labels, torch.tensor(1))[0]
+        if fused_loss:
+            value = self.fused(self.local(output))
+        else:
+            value, _ = self.loss(output, labels, torch.tensor(1))
         del output
         phase("backward")
         value.backward()
@@ -316,13 +320,13 @@ class Job:
                 memory.rename(gradient, "gradients")
         phase("optimizer")
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not keep)
+        self.optimizer.zero_grad(set_to_none=False)
 
-    def measure(self, fuse: bool, keep: bool, fused_optimizer: bool) -> dict[str, dict]:
+    def measure(self, fused_loss: bool, fused_optimizer: bool) -> dict[str, dict]:
         """Return the peaks of a step by phase; "static" is parameters, buffers and optimizer state."""
         self.make_optimizer(fused_optimizer)
         for _ in range(2):  # compile, make the optimizer's state, find all placements
-            self.step(fuse, keep)
+            self.step(fused_loss)
         memory = live_bytes()
         for parameter in self.model.parameters():
             memory.see(self.local(parameter), "parameters")
@@ -335,8 +339,7 @@ class Job:
         for gradient in self.gradients():
             memory.see(gradient, "gradients")
         with memory:
-            self.step(fuse, keep, memory)
-        self.optimizer.zero_grad(set_to_none=True)
+            self.step(fused_loss, memory)
         return memory.peaks()
 
 
@@ -354,7 +357,10 @@ def start_fake_job(ranks: int) -> None:
 
 
 def measure(layout: dict, layers: int | None) -> dict:
-    """Return "lower" and "upper", the peaks by phase with some layers, and "layers", how many there are."""
+    """Return "lower" and "upper", the peaks by phase with some layers, and what the recipe has.
+
+    That is "layers", how many there are, "sequence" in tokens, and "batch" in sequences of a rank.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     job = Job(layout, layers)
@@ -362,7 +368,9 @@ def measure(layout: dict, layers: int | None) -> dict:
     with FakeTensorMode(allow_non_fake_inputs=True):
         job.allocate()
         peaks = {bound: job.measure(**how) for bound, how in bounds(layout["loss"]).items()}
-    return peaks | {"layers": job.total_layers}
+    training = job.config.training
+    sizes = {"layers": job.total_layers, "sequence": training.seq_len, "batch": training.local_batch_size}
+    return peaks | sizes
 
 
 # ---- In the process that the user starts, which does not import torch. ----
@@ -394,15 +402,22 @@ def run_worker(layout: dict, results: Path) -> list[dict]:
         InvalidInput: the layout cannot be built; the message is the last line of the error.
     """
     cached = results / f"{fingerprint(layout)}.json"
-    if cached.is_file():
+    try:
         return json.loads(cached.read_text())
+    except (FileNotFoundError, ValueError):
+        pass  # not predicted yet, or cut
+    layers = " and ".join(str(count or "all") for count in layout["layers"])
+    print(f"== {title(layout)}: running {layers} layers", file=sys.stderr, flush=True)
     command = [sys.executable, str(HERE / "predict_memory.py"), "--worker", json.dumps(layout)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise InvalidInput(f"{title(layout)}: {line[:300]}")
     results.mkdir(parents=True, exist_ok=True)
-    new = cached.with_suffix(".new")
+    if done.returncode:
+        log = cached.with_suffix(".err")
+        log.write_text(done.stderr)
+        lines = [line for line in done.stderr.splitlines() if re.search(r"\w(Error|Exception): ", line)]
+        reason = lines[-1].strip() if lines else f"exit status {done.returncode}"
+        raise InvalidInput(f"{title(layout)}: {reason[:200]}; all of it: {log}")
+    new = cached.with_suffix(f".new-{os.getpid()}")
     new.write_text(done.stdout.splitlines()[-1])
     new.replace(cached)
     return json.loads(cached.read_text())
@@ -429,20 +444,22 @@ def predict(layout: dict, results: Path) -> dict:
         points = [(n, run[bound][phase]["bytes"] / GIB) for n, run in zip(counts, runs, strict=True)]
         return line_through(points, total)
 
-    prediction: dict = {"layers": total, "measured_layers": counts[-1], "phases": {}, "where": {}}
+    phases = {}
     for bound in ("lower", "upper"):
-        phases = {phase: at_all_layers(bound, phase) for phase in runs[0][bound]}
-        prediction["static"] = phases.pop("static")
-        prediction["phases"][bound] = phases
-        prediction["where"][bound] = max(phases, key=phases.get)
-        prediction[bound] = max(phases.values())
-    # By their values: gradients that stay can make the fused bound the larger one in a small model.
-    if prediction["lower"] > prediction["upper"]:
-        for table in (prediction, prediction["phases"], prediction["where"]):
-            table["lower"], table["upper"] = table["upper"], table["lower"]
-    peak = runs[-1]["upper"][prediction["where"]["upper"]]
-    prediction["largest"] = {label: size / GIB for label, size in peak["labels"].items()}
-    return prediction
+        phases[bound] = {phase: at_all_layers(bound, phase) for phase in runs[0][bound]}
+        static = phases[bound].pop("static")
+    low, high = sorted(phases, key=lambda bound: max(phases[bound].values()))
+    where = {name: max(phases[of], key=phases[of].get) for name, of in (("lower", low), ("upper", high))}
+    return {
+        "lower": max(phases[low].values()),
+        "upper": max(phases[high].values()),
+        "static": static,
+        "phases": {"lower": phases[low], "upper": phases[high]},
+        "where": where,
+        "largest": {label: size / GIB for label, size in runs[-1][high][where["upper"]]["labels"].items()},
+        "measured_layers": counts[-1],
+        **{key: runs[0][key] for key in ("layers", "sequence", "batch")},
+    }
 
 
 def verdict(prediction: dict, memory: float) -> str:
@@ -451,8 +468,11 @@ def verdict(prediction: dict, memory: float) -> str:
     return "does not fit" if prediction["lower"] > memory else "too close to call"
 
 
-def knobs(layout: dict) -> list[tuple[str, dict]]:
-    """Return what could be changed of a layout to save memory: in words, and the changed layout."""
+def knobs(layout: dict, prediction: dict) -> list[tuple[str, dict]]:
+    """Return what could be changed of a layout to save memory: in words, and the changed layout.
+
+    In the tutorial's order: checkpointing, tensor parallelism, and last what changes the job.
+    """
     changes = []
     if layout["checkpointing"] != "full":
         changes.append(("full checkpointing", {"checkpointing": "full"}))
@@ -460,9 +480,18 @@ def knobs(layout: dict) -> list[tuple[str, dict]]:
         changes.append((f"TP{layout['tp'] * 2}", {"tp": layout["tp"] * 2}))
     if layout["loss"] != "chunked":
         changes.append(("chunked loss", {"loss": "chunked"}))
-    if layout["sequence"] and layout["sequence"] % 2 == 0:
-        changes.append((f"sequence {layout['sequence'] // 2}", {"sequence": layout["sequence"] // 2}))
+    for what in ("batch", "sequence"):
+        if prediction[what] % 2 == 0:
+            changes.append((f"{what} {prediction[what] // 2}", {what: prediction[what] // 2}))
     return [(name, layout | change) for name, change in changes]
+
+
+def predict_or_tell(layout: dict, results: Path) -> dict | str:
+    """Return the prediction for a layout, or why there is none."""
+    try:
+        return predict(layout, results)
+    except InvalidInput as error:
+        return str(error)
 
 
 def draw(rows: list[tuple[str, dict, object]], memory: float, path: Path) -> None:
@@ -498,10 +527,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Predict the peak memory of a SimpleFSDP recipe's rank.")
     parser.add_argument("--model", choices=list(MODELS), help="default: the tutorial's table")
     parser.add_argument("--ranks", type=int, default=64, help="default: 64")
+    parser.add_argument("--tp", type=int, help="tensor-parallel degree (default: the recipe's)")
     parser.add_argument(
-        "--tp", type=int, help="tensor-parallel degree (default: 4 for deepseek_v3_16b, else 1)"
+        "--checkpointing", choices=["full", "selective", "none"], help="default: the recipe's"
     )
-    parser.add_argument("--checkpointing", choices=["full", "selective", "none"], default="selective")
     parser.add_argument("--sequence", type=int, help="tokens in a sequence (default: the recipe's)")
     parser.add_argument("--batch", type=int, help="sequences of a rank (default: the recipe's)")
     parser.add_argument(
@@ -529,10 +558,18 @@ def check_options(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and not value > 0:
             raise InvalidInput(f"--{option} is {value}; give a positive number")
-    if args.ranks % (args.tp or 1):
-        raise InvalidInput(f"--tp {args.tp} does not divide --ranks {args.ranks}")
-    if args.sequence and args.sequence % (args.tp or 1):
-        raise InvalidInput(f"--tp {args.tp} does not divide --sequence {args.sequence}")
+    if not args.model and (args.tp or args.checkpointing or args.no_knobs):
+        raise InvalidInput("--tp, --checkpointing and --no-knobs are for one layout: give --model, too")
+    degrees = [args.tp or MODELS[args.model][2]] if args.model else [row[1] for row in TABLE]
+    for degree in degrees:
+        if args.ranks % degree:
+            raise InvalidInput(f"TP degree {degree} does not divide --ranks {args.ranks}")
+        if args.sequence and args.sequence % degree:
+            raise InvalidInput(f"TP degree {degree} does not divide --sequence {args.sequence}")
+    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf", ".jpg"):
+        raise InvalidInput(f"--plot is {args.plot}: name a .png, .svg, .pdf or .jpg file")
+    if args.plot:
+        import matplotlib  # noqa: F401, if it is missing: said now, not after minutes
     try:
         version("torchtitan")
     except PackageNotFoundError:
@@ -559,12 +596,14 @@ def main() -> int:
     try:
         check_options(args)
         if args.model:
-            tp = args.tp or (4 if args.model == "deepseek_v3_16b" else 1)
-            layouts = {title(layout): layout for layout in [layout_of(args.model, tp, args.checkpointing)]}
+            _, _, tp, checkpointing = MODELS[args.model]
+            layout = layout_of(args.model, args.tp or tp, args.checkpointing or checkpointing)
+            layouts = {title(layout): layout}
         else:
             layouts = {title(layout): layout for layout in (layout_of(*row) for row in TABLE)}
         published = {title(layout_of(*row)): measured for row, measured in TABLE.items()}
-        usual = args.ranks == 64 and not (args.sequence or args.batch) and args.loss == "bracket"
+        usual = (args.ranks, args.loss, args.dtype) == (64, "bracket", "bfloat16")
+        usual = usual and not (args.sequence or args.batch)
         rows = []
         print(f"{'':44} {'lower':>7} {'upper':>7} {'measured':>9}   of {args.memory:g} GiB, in GiB per rank")
         # Two at once: a worker uses one core.
@@ -579,14 +618,10 @@ def main() -> int:
                 print(f"{name:44} {bracket} {shown:>9}   {verdict(prediction, args.memory)}", flush=True)
             if args.model:
                 explain(rows[0][1])
-                others = [] if args.no_knobs else knobs(layouts[rows[0][0]])
-                for (name, _), changed in zip(
-                    others, pool.map(lambda other: predict(other[1], args.results), others), strict=True
-                ):
-                    saved = [rows[0][1][bound] - changed[bound] for bound in ("lower", "upper")]
-                    bracket = f"{changed['lower']:7.2f} {changed['upper']:7.2f}"
-                    saves = f"saves {saved[0]:.2f} to {saved[1]:.2f}"
-                    print(f"  with {name:37} {bracket} {'':9}   {verdict(changed, args.memory)}; {saves}")
+                others = [] if args.no_knobs else knobs(layout, rows[0][1])
+                changed = pool.map(lambda other: predict_or_tell(other[1], args.results), others)
+                for (name, _), other in zip(others, changed, strict=True):
+                    show_knob(name, rows[0][1], other, args.memory)
         if args.plot:
             draw(rows, args.memory, args.plot)
     except ImportError:
@@ -596,6 +631,16 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return int(bool(args.model) and verdict(rows[0][1], args.memory) != "fits")
+
+
+def show_knob(name: str, prediction: dict, other: dict | str, memory: float) -> None:
+    """Print what changing one thing would save, or why it cannot be changed."""
+    if isinstance(other, str):
+        print(f"  with {name:37} cannot be built: {other}")
+        return
+    bracket = f"{other['lower']:7.2f} {other['upper']:7.2f}"
+    saves = " to ".join(f"{prediction[bound] - other[bound]:.2f}" for bound in ("lower", "upper"))
+    print(f"  with {name:37} {bracket} {'':9}   {verdict(other, memory)}; saves {saves}")
 
 
 def explain(prediction: dict) -> None:

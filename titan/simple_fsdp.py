@@ -100,6 +100,7 @@ def simple_fsdp(
     config.compile = GraphTrainerCompileConfig(
         enable=True, components=["model", "loss", "grad_clip"], backend=COMPILE_BACKEND, mode="jit"
     )
+    # Graphs of CUDA alone; without them the trainer frees gradients once a step instead of zeroing them.
     config.training.disable_cuda_graphs = True
     if device_type == "cpu":
         config.training.mixed_precision_param = "float32"  # Gloo and CPU kernels: slow in bfloat16

@@ -1,6 +1,7 @@
 """titan/: what the recipes set, that activation checkpointing is applied, and the CPU adapter."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +15,12 @@ from titan import cpu_adapter
 cpu_adapter.adapt()
 
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
-from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
-from torchtitan.experiments.graph_trainer import simple_fsdp as upstream_simple_fsdp  # noqa: E402
 from torchtitan.experiments.graph_trainer.llama3 import model_registry  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 
-from titan import deepseek_v3, llama3, simple_fsdp  # noqa: E402
+from titan import deepseek_v3, llama3, predict_memory, simple_fsdp  # noqa: E402
 
 NKI = "simple_fsdp_deepseek_v3_16b_nki_tp4_fsdp16"
 RECIPES = {  # name: flavor, activation checkpointing, tensor-parallel degree
@@ -108,8 +107,6 @@ class Graphs:
 
 def trace(checkpointing, degree: int, parallelize=None) -> Graphs:
     """Compile two layers of the Llama recipe, run one step forward and backward; return the graphs."""
-    torch._dynamo.reset()
-    upstream_simple_fsdp._wrap_class_cache.clear()  # it keeps the first mesh for all later models
     graphs = Graphs()
     config = llama3.simple_fsdp_llama3_debugmodel()
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
@@ -117,21 +114,9 @@ def trace(checkpointing, degree: int, parallelize=None) -> Graphs:
     config.parallelism.tensor_parallel_degree = degree
     config.compile.backend = graphs.backend
     config.compile.components = ["model"]
-    dims = ParallelDims.from_config(config.parallelism, 4)
-    dims.build_mesh()
-    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-    config.model_spec.model.update_from_config(config=config)
-    with torch.device("meta"):
-        model = config.model_spec.model.build()
-    model = (parallelize or config.model_spec.parallelize_fn)(
-        model,
-        parallel_dims=dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=config.activation_checkpoint,
-        dump_folder="",
-    )
+    if parallelize:
+        config.model_spec = replace(config.model_spec, parallelize_fn=parallelize)
+    model = predict_memory.build_model(config, 4)
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=None)
@@ -188,6 +173,27 @@ def test_adapter_comes_too_late(monkeypatch):
     monkeypatch.setattr(torch._utils, "_get_available_device_type", lambda: None)
     with pytest.raises(RuntimeError, match=r"call adapt\(\) first"):
         cpu_adapter.adapt()
+
+
+def test_adapter_may_be_called_again():
+    adapted = torch._utils._get_available_device_type
+    cpu_adapter.adapt()
+    assert torch._utils._get_available_device_type is adapted
+
+
+def test_cpu_may_be_chosen_where_there_is_an_accelerator(monkeypatch):
+    monkeypatch.setattr(torch._utils, "_get_available_device_type", lambda: "cuda")
+    monkeypatch.setenv("TITAN_DEVICE", "cpu")
+    with pytest.raises(RuntimeError, match="call adapt"):  # it would adapt: too late in this process
+        cpu_adapter.adapt()
+
+
+def test_defaults_of_the_memory_prediction_are_the_recipes():
+    for module, recipe, degree, checkpointing in predict_memory.MODELS.values():
+        config = getattr({"llama3": llama3, "deepseek_v3": deepseek_v3}[module], recipe)()
+        assert config.parallelism.tensor_parallel_degree == degree, recipe
+        policy = {"selective": SelectiveAC.Config, "full": FullAC.Config}[checkpointing]
+        assert type(config.activation_checkpoint) is policy, recipe
 
 
 def test_adapter_leaves_accelerators_alone(monkeypatch):
