@@ -59,6 +59,7 @@ def test_recipe(name):
     assert type(config.loss) is CrossEntropyLoss.Config
     attention = [type(layer.attention.inner_attention) for layer in config.model_spec.model.layers]
     assert set(attention) == {ScaledDotProductAttention.Config}
+    assert (config.debug.seed == 42) == (flavor == "debugmodel")
     hook = config.model_spec.post_optimizer_build_fn
     assert (hook is not None) == (module is deepseek_v3)
 
