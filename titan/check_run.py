@@ -133,10 +133,10 @@ def read_log(path: Path, stopped: bool) -> Log:
                     if match := TOTAL.search(line):
                         total = int(match[1])
                         restarted = restarted or bool(steps)
+                if "Training completed" in line:
+                    finished.add(rank)
                 if LOGGED.search(line):
                     ran_out = ran_out or "Ran out of data" in line
-                    if "Training completed" in line:
-                        finished.add(rank)
                     continue
                 if death is None:
                     if not stopped:
@@ -146,8 +146,6 @@ def read_log(path: Path, stopped: bool) -> Log:
                         died = CRASH if stop_seen else DEATH
                     if died.search(text):
                         death = line.strip()[:150]
-                if "Training completed" in line:
-                    finished.add(rank)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     if not count:

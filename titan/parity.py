@@ -24,9 +24,8 @@ Tolerances, and where they come from:
   the routed experts in bfloat16 whatever the recipe says, plus 2 sqrt(2m/n) where m of n token slots
   went to another expert: a rounding can turn a close choice, which moves a whole token's share of
   the gradient from one expert to the other. At most 0.5 % of the slots may move, and no part of the
-  error may be a common factor. Loss: one bfloat16
-  eps, averaged over the step's tokens. On the same mesh nothing is added in another order: the 16 eps
-  hold, and no token moves.
+  error may be a common factor. Loss: one bfloat16 eps, averaged over the step's tokens. On the same
+  mesh nothing is added in another order: the 16 eps hold, and no token moves.
 * Reported gradient norm against the norm of the recorded gradients in float64: 4 sqrt(n) eps, n the
   largest gradient's elements. The CPU's float32 norm is a running sum of n squares. It is compared
   within each run, not between runs, for which it is too coarse.
@@ -149,14 +148,19 @@ def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
     return (actual.double() - reference.double()).norm().item() / norm if norm else math.inf
 
 
+def moved_slots(count: torch.Tensor, got: torch.Tensor) -> float:
+    """Return how many token slots went to another expert, net of moves that cancel in an expert's count."""
+    return (count - got).abs().sum().item() / 2
+
+
 def moved_tokens(reference: dict, actual: dict) -> tuple[float, float]:
     """Return how many token slots of a step went to another expert, and how many there are.
 
-    Net of moves that cancel in an expert's count, of the layer where they are most.
+    Of the layer where they are most.
     """
     moved, slots = 0.0, 0.0
     for name, count in reference["tokens_per_expert"].items():
-        moved = max(moved, (count - actual["tokens_per_expert"][name]).abs().sum().item() / 2)
+        moved = max(moved, moved_slots(count, actual["tokens_per_expert"][name]))
         slots = count.sum().item()
     return moved, slots
 
@@ -175,7 +179,7 @@ def check_routing(reference: dict, actual: dict, same_mesh: bool) -> list[str]:
     mismatches = []
     for layer, count in reference["tokens_per_expert"].items():
         got = actual["tokens_per_expert"][layer]
-        slots, moved = count.sum().item(), (count - got).abs().sum().item() / 2
+        slots, moved = count.sum().item(), moved_slots(count, got)
         if not (slots > 0 and got.sum().item() == slots):
             mismatches.append(f"{layer} counts {got.sum():.0f} tokens, reference {slots:.0f}")
         elif not moved <= (0 if same_mesh else MOVED_TOLERANCE * slots):

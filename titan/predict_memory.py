@@ -418,9 +418,10 @@ def run_worker(layout: dict, results: Path) -> list[dict]:
         reason = lines[-1].strip() if lines else f"exit status {done.returncode}"
         raise InvalidInput(f"{title(layout)}: {reason[:200]}; all of it: {log}")
     new = cached.with_suffix(f".new-{os.getpid()}")
-    new.write_text(done.stdout.splitlines()[-1])
+    measured = done.stdout.splitlines()[-1]
+    new.write_text(measured)
     new.replace(cached)
-    return json.loads(cached.read_text())
+    return json.loads(measured)
 
 
 def line_through(points: list[tuple[int, float]], at: int) -> float:
