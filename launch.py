@@ -11,14 +11,19 @@ A failed run ends with one line that names the first rank that failed, its error
 import argparse
 import gc
 import itertools
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import re
+import runpy
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
+import traceback
 from pathlib import Path
 
 # The few modules that pull in every other one that a rank would import on its own: at the first
@@ -95,6 +100,60 @@ def taken_port(endpoint: str) -> int | None:
     return None
 
 
+def run_as_rank(script: str, *arguments: str) -> None:
+    """Run the script in this rank. If it raises, tell the launcher and exit with status 1."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)  # where a script finds its neighbours
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            raise
+        report_exception(str(stop.code), f"{stop.code}\n")
+        sys.exit(1)
+    except Exception as error:
+        # The frames above the script's own are this launcher's.
+        frames = error.__traceback__
+        while frames and frames.tb_frame.f_code.co_filename != script:
+            frames = frames.tb_next
+        printed = "".join(traceback.format_exception(error.with_traceback(frames)))
+        report_exception(f"{type(error).__name__}: {error}", printed)
+        sys.exit(1)
+
+
+def report_exception(message: str, printed: str) -> None:
+    """Write what Python would have printed to this rank's log, if it has one, and to the agent's error file.
+
+    Without a log nothing is printed: the launcher prints it, once instead of once per rank.
+    """
+    error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    if error_file.with_name("stderr.log").exists():
+        sys.stderr.write(printed)
+        sys.stderr.flush()
+    if re.search("[Cc]onnection (closed|reset|refused)", message):
+        # Another rank died first. Let the launcher notice that one before it notices us.
+        time.sleep(2)
+    extra = {"py_callstack": printed, "timestamp": str(int(time.time()))}
+    temporary = error_file.with_suffix(".tmp")  # renamed, because the launcher may end this rank meanwhile
+    temporary.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    temporary.replace(error_file)
+
+
+def find_message(lines: list[str]) -> str | None:
+    """Return the line of a rank's stderr that says why it failed; None if there is none."""
+    # Behind an exception there may be advice, as torch.compile gives.
+    errors = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception|Interrupt)\b", line)]
+    if errors:
+        return errors[-1].removeprefix("error: ")
+    # torchtitan's options are parsed by tyro, which draws a box around its message and puts that first.
+    boxed = [line.strip("│ ") for line in lines if line.startswith("│")]
+    if boxed:
+        return boxed[0]
+    # The last line that is neither a warning, nor progress, nor a quoted (indented) line of source code.
+    no_message = re.compile(r"\s|.*warning|.*\bINFO\b|\[?[WI]\d{4}|\W*$", re.IGNORECASE)
+    return next((line for line in reversed(lines) if not no_message.match(line)), None)
+
+
 def describe_failure(error, log_dir: str | None, started: float) -> tuple[str, int]:
     """Return one line about the first rank that failed, and the exit status to end with.
 
@@ -103,19 +162,24 @@ def describe_failure(error, log_dir: str | None, started: float) -> tuple[str, i
     rank, failure = error.get_first_failure()
     logs = list(Path(log_dir).glob(f"*/attempt_*/{failure.local_rank}/stderr.log")) if log_dir else []
     logs = [path for path in logs if path.stat().st_mtime >= started]
-    log = logs[0] if logs else None
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log else []
-    if failure.exitcode < 0:
+    log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+    message = find_message(log.read_text(errors="replace").splitlines()) if log else None
+    if isinstance(failure.message, dict):
+        reason = next(iter(failure.message["message"].splitlines()), "").rstrip(": ") or "exit status 1"
+    elif failure.exitcode < 0:
         reason = f"killed by {failure.signal_name()}"
         if -failure.exitcode == signal.SIGKILL:
             reason += " (if nobody sent it: the kernel does when memory runs out)"
-    elif lines:
-        # Behind an exception there may be advice, as torch.compile gives.
-        errors = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception|Interrupt)\b", line)]
-        reason = (errors or lines)[-1].removeprefix("error: ")
     else:
-        reason = f"exit status {failure.exitcode}"
-    where = f"; its log: {log}" if log else "; its messages are above, or use --log-dir DIR --redirects 3"
+        reason = message or f"exit status {failure.exitcode}"
+    if message:
+        where = f"; its log: {log}"
+    elif log:
+        where = ", without a message"
+    elif isinstance(failure.message, dict):
+        where = "; its messages are above"
+    else:
+        where = "; its messages are above, or use --log-dir DIR --redirects 3"
     return f"rank {rank} failed first: {reason}{where}", max(failure.exitcode, 1)
 
 
@@ -133,27 +197,23 @@ def main() -> int:
     # Only now: this process and the fork server import torch at the same time.
     import logging
 
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import parse_args
 
     if ranks > MOST_FORKED_RANKS:
         print(f"{ranks} ranks: more than a fork server can start, each imports torch itself", flush=True)
         args = parse_args(sys.argv[1:])
     else:
         args = parse_args(["--start-method=forkserver", "--run-path", *sys.argv[1:]])
-        if args.module or args.no_python:
-            print(
-                "error: launch.py starts a script file; use torchrun for -m and --no-python", file=sys.stderr
-            )
-            return 2
-        args.training_script = str(Path(args.training_script).absolute())
-        sys.path[0] = str(Path(args.training_script).parent)  # where a script finds its neighbours
-    if not Path(args.training_script).is_file():
-        print(f"error: there is no script {args.training_script}", file=sys.stderr)
+    if args.module or args.no_python:
+        print("error: launch.py starts a script file; use torchrun for -m and --no-python", file=sys.stderr)
         return 2
+    script = Path(args.training_script).absolute()
+    if not script.is_file():
+        print(f"error: there is no script {script}", file=sys.stderr)
+        return 2
+    # Each rank runs this file, which runs the script and reports what it raises.
+    args.training_script = str(Path(__file__).absolute())
+    args.training_script_args = ["--as-rank", str(script), *args.training_script_args]
 
     if args.nnodes in ("1", "1:1") and (port := taken_port(args.rdzv_endpoint or f":{args.master_port}")):
         print(
@@ -166,10 +226,31 @@ def main() -> int:
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.stdout.reconfigure(line_buffering=True)  # show progress in a pipe, too
+    wants_logs = args.log_dir or args.redirects != "0" or args.tee != "0"
+    args.log_dir = args.log_dir or tempfile.mkdtemp(prefix="launch-")  # the agent's error files are there
+    try:
+        return run_ranks(args)
+    finally:
+        if not wants_logs:
+            shutil.rmtree(args.log_dir, ignore_errors=True)
+
+
+def run_ranks(args: argparse.Namespace) -> int:
+    """Start the ranks and wait for them; report the first failure and return the exit status."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException, Std, to_map
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import run
+
     started = time.time()
     try:
         run(args)
     except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        tee = to_map(Std.from_str(args.tee), failure.local_rank + 1)[failure.local_rank]
+        if isinstance(failure.message, dict) and not tee & Std.ERR:
+            sys.stderr.write(failure.message["extraInfo"]["py_callstack"])
         line, status = describe_failure(error, args.log_dir, started)
         print(f"error: {line}", file=sys.stderr)
         return status
@@ -187,4 +268,7 @@ if __name__ == "launch":
     # are not written to, so that their memory stays shared by all ranks.
     gc.freeze()
 elif __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--as-rank"]:
+        run_as_rank(*sys.argv[2:])
+    else:
+        sys.exit(main())

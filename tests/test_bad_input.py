@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -272,6 +273,78 @@ def test_launch_without_logs_says_so(tmp_path):
     assert any("invalid choice: 'pp'" in line for line in lines[:-1])
 
 
+# What a script may raise where run_script does not catch it: its text, the line that quotes it, its status.
+RAISES = {
+    "import": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    "name": ("x = undefined", "NameError: name 'undefined' is not defined"),
+    "syntax": ("with open('x')\n    pass", "SyntaxError: expected ':' (fails.py, line 1)"),
+    "raise": ("def f():\n    raise ValueError('two\\nlines')\nf()", "ValueError: two"),
+    "empty": ("assert False", "AssertionError"),
+    "exit": ("import sys; sys.exit('no data found')", "no data found"),
+}
+
+
+@pytest.mark.parametrize("kind", RAISES)
+def test_launch_shows_what_a_script_raises_once_and_quotes_it(tmp_path, kind):
+    text, quoted = RAISES[kind]
+    (tmp_path / "fails.py").write_text(text + "\n")
+    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=2"]
+    done = run(*command, tmp_path / "fails.py", TMPDIR=str(tmp_path))
+    assert (done.status, done.out) == (1, "")
+    *shown, line = done.err.splitlines()
+    assert re.fullmatch(
+        rf"error: rank [01] failed first: {re.escape(quoted)}; its messages are above", line
+    ), done.err
+    if kind == "exit":
+        assert shown == [quoted]
+    else:
+        # As Python shows it, and without the launcher's own frames.
+        python = run(sys.executable, tmp_path / "fails.py")
+        assert shown == python.err.splitlines()
+    assert not list(tmp_path.glob("launch-*"))  # the temporary folder
+
+
+@pytest.mark.parametrize("kind", ["name", "exit"])
+def test_launch_with_logs_puts_what_a_script_raises_there_too(tmp_path, kind):
+    text, quoted = RAISES[kind]
+    (tmp_path / "fails.py").write_text(f"import warnings\nwarnings.warn('no error')\n{text}\n")
+    done = launch(2, tmp_path / "logs", tmp_path / "fails.py")
+    *shown, line = done.err.splitlines()
+    words, _, log = line.partition("; its log: ")
+    assert re.fullmatch(rf"error: rank [01] failed first: {re.escape(quoted)}", words), done.err
+    assert Path(log).read_text().endswith(shown[-1] + "\n") and quoted in shown[-1]
+    assert done.err.count(shown[-1] + "\n") == 1
+
+
+def test_launch_of_many_ranks_shows_what_a_script_raises_once(tmp_path):
+    (tmp_path / "fails.py").write_text("import no_such_module\n")
+    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=121"]
+    done = run(*command, tmp_path / "fails.py")
+    assert done.status == 1
+    assert done.err.count("Traceback") == 1 and done.err.count("\n") == 5, done.err
+    assert re.search(r"error: rank \d+ failed first: ModuleNotFoundError: No module named 'no_s", done.err)
+
+
+def test_launch_shows_nothing_twice_that_a_rank_prints_itself(tmp_path):
+    (tmp_path / "fails.py").write_text(
+        "from training_common import run_script\ndef main():\n    raise OSError('mine')\nrun_script(main)\n"
+    )
+    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=1"]
+    done = run(*command, tmp_path / "fails.py", PYTHONPATH=str(ROOT))
+    assert done.status == 1 and done.err.count("OSError: mine\n") == 1
+    assert done.err.splitlines()[-1].startswith("error: rank 0 failed first: exit status 1; its messages are")
+
+
+def test_launch_of_a_script_that_ends_well_says_nothing(tmp_path):
+    (tmp_path / "neighbour.py").write_text("import sys\nwords = sys.argv[1:]\n")
+    (tmp_path / "ends.py").write_text(
+        "import sys\nfrom neighbour import words\nsys.exit(words != ['--as-rank', 'x'] or 0)\n"
+    )
+    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=2"]
+    done = run(*command, tmp_path / "ends.py", "--as-rank", "x")
+    assert (done.status, done.out, done.err) == (0, "", "")
+
+
 @pytest.mark.parametrize(
     ("ranks", "backend", "words"),
     [
@@ -341,7 +414,8 @@ def test_log_of_an_earlier_launch_is_not_blamed(tmp_path):
         ("x.BackendFailed: y raised:\nRuntimeError: no\n\nSet VERBOSE=1 for more\n", "RuntimeError: no"),
         ("Traceback\nKeyboardInterrupt\n", "KeyboardInterrupt"),
         ("segfault\nat 0x0\n", "at 0x0"),
-        ("\n", "exit status 1"),
+        ("a.py: error: no such option: --x\na.py:3: UserWarning: old\n  warn('old')\n", "a.py: error: no su"),
+        ("╭─ Error ──╮\n│ Unknown: --x  │\n│ ─── │\n│ See --help │\n╰────╯\n", "Unknown: --x"),
     ],
 )
 def test_reason_is_the_error_not_what_is_printed_after_it(tmp_path, log, reason):
@@ -349,7 +423,20 @@ def test_reason_is_the_error_not_what_is_printed_after_it(tmp_path, log, reason)
     path.parent.mkdir(parents=True)
     path.write_text(log)
     error = ChildFailedError("x.py", {0: ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file="none")})
-    assert f"rank 0 failed first: {reason};" in launch_script.describe_failure(error, str(tmp_path), 0.0)[0]
+    line = launch_script.describe_failure(error, str(tmp_path), 0.0)[0]
+    assert line.startswith(f"rank 0 failed first: {reason}") and line.endswith(f"; its log: {path}")
+
+
+@pytest.mark.parametrize(
+    "log", ["", "\n", "a.py:3: UserWarning: old\n  warn('old')\n", "[W1130 a.cpp:1] slow\n[x] - INFO - go\n"]
+)
+def test_log_without_a_message_is_neither_quoted_nor_named(tmp_path, log):
+    path = tmp_path / "launch" / "attempt_0" / "0" / "stderr.log"
+    path.parent.mkdir(parents=True)
+    path.write_text(log)
+    error = ChildFailedError("x.py", {0: ProcessFailure(local_rank=0, pid=7, exitcode=3, error_file="none")})
+    line, status = launch_script.describe_failure(error, str(tmp_path), 0.0)
+    assert (line, status) == ("rank 0 failed first: exit status 3, without a message", 3)
 
 
 def test_launch_of_what_is_no_script(launch_here, tmp_path):
