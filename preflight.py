@@ -2,9 +2,10 @@
 
     python preflight.py --device neuron --ranks 64      # what make runs before every job on a device
     python preflight.py --device cpu                    # how many ranks would fit here
+    python preflight.py --cores                         # the number of logical NeuronCores, and nothing else
 
 One line per check: ok, warn, or FAIL with what to do. Exit status 0 without a FAIL, 1 with one, 2 for wrong
-usage. Needs nothing but Python, and works alone; what needs torch comes last, and only if nothing failed
+usage. Needs nothing but Python, and works alone. What needs torch comes last, and only if nothing failed
 before: a tensor's round trip to the device and a collective of two ranks.
 """
 
@@ -22,15 +23,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 DEFAULT_BACKEND = {"cpu": "gloo", "neuron": "neuron", "cuda": "nccl"}
-LOGICAL_CORE_CONFIG = 2  # physical NeuronCores that make a logical one: 64 of 24 GiB on a trn2.48xlarge
-# What the environment of the runs has to be (make sees to it); None: not set.
+LOGICAL_CORE_CONFIG = "2"  # physical NeuronCores that make a logical one: 64 of 24 GiB on a trn2.48xlarge
+# What the environment of the runs has to be (make sets it); None: not set.
 ENVIRONMENT = {
     "NEURON_RT_VISIBLE_CORES": None,
     "NEURON_RT_NUM_CORES": None,
     "TORCH_NEURONX_ENABLE_STREAMS": None,
-    "NEURON_LOGICAL_NC_CONFIG": str(LOGICAL_CORE_CONFIG),
+    "NEURON_LOGICAL_NC_CONFIG": LOGICAL_CORE_CONFIG,
     "TORCH_NEURONX_ENABLE_HOST_CC": "0",
     "OMP_NUM_THREADS": "1",
 }
@@ -43,7 +45,7 @@ RESULT_MIB_PER_RANK = 11
 RUNS = 8  # of make all-parity: four modes, on the CPU and on the device
 FITTING_RANKS = (1, 2, 4, 8, 16, 32, 64, 128)  # batch and features divide by them
 
-Line = tuple[str, str, str]  # "ok", "warn" or "FAIL"; what was checked; what was found, and the fix
+Line = tuple[str, str, str]  # level ("ok", "warn" or "FAIL"); what was checked; what was found, and the fix
 
 
 def run_all(commands: list[tuple[list[str], dict]], seconds: float) -> list[tuple[int | None, str, str]]:
@@ -82,91 +84,144 @@ def kill_all(process: subprocess.Popen) -> None:
         process.wait(timeout=1)
 
 
-def neuron_ls() -> tuple[list[dict] | None, Line]:
-    """Return what neuron-ls -j tells of each Neuron device, or None, and a line about it."""
-    what = "neuron-ls"
+class NotListed(Exception):
+    """neuron-ls listed no devices: a level and the reason."""
+
+    def __init__(self, level: str, reason: str):
+        super().__init__(reason)
+        self.level = level
+
+
+class Device(NamedTuple):
+    """A Neuron device as neuron-ls lists it."""
+
+    number: int
+    core_configuration: str  # physical cores that make a logical one; "None" if it is not given
+    cores: list[int]  # ids of its logical cores
+    processes: list[str]  # that use the device, each as "pid 1234 (command)"
+
+
+def list_devices() -> list[Device]:
+    """Return the devices of this machine, at least one. Raises NotListed."""
+    output, errors = run_neuron_ls()
+    entries = find_list(output)
+    if entries is None:
+        said = (errors or output or "nothing").splitlines()[0][:100]
+        reason = f"printed no list of devices but: {said}; run it by hand, see that the driver is loaded"
+        raise NotListed("FAIL", f"{reason} (sudo modprobe neuron)")
+    if not entries:
+        reason = "lists no Neuron device; use a Trn2 or Trn3 instance, and load the driver"
+        raise NotListed("FAIL", f"{reason} (sudo modprobe neuron)")
+    if any(entry.get("neuroncore_ids") is None for entry in entries):
+        raise NotListed("warn", "gives no core ids, so no core was checked; update aws-neuronx-tools")
+    try:
+        return [read_device(entry) for entry in entries]
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        reason = f"printed fields of another kind than expected ({error}), so no core was checked"
+        raise NotListed("warn", f"{reason}; look at them by hand") from None
+
+
+def run_neuron_ls() -> tuple[str, str]:
+    """Return what neuron-ls -j writes to stdout and stderr. Raises NotListed if it does not run or hangs."""
     tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=NEURON_TOOLS)
     if tool is None:
-        found = f"not on PATH nor in {NEURON_TOOLS}, so no core was checked; install aws-neuronx-tools"
-        return None, ("warn", what, found)
+        reason = f"not on PATH nor in {NEURON_TOOLS}, so no core was checked; install aws-neuronx-tools"
+        raise NotListed("warn", reason)
     try:
-        ((status, out, err),) = run_all([([tool, "-j"], dict(os.environ))], NEURON_LS_SECONDS)
+        ((status, output, errors),) = run_all([([tool, "-j"], dict(os.environ))], NEURON_LS_SECONDS)
     except OSError as error:
-        return None, ("FAIL", what, f"{tool} does not start: {error.strerror}; install it again")
+        raise NotListed("FAIL", f"{tool} does not start: {error.strerror}; install it again") from None
     if status is None:
-        found = f"did not end in {NEURON_LS_SECONDS} s: the driver hangs; reload it (sudo rmmod neuron; "
-        return None, ("FAIL", what, found + "sudo modprobe neuron) or restart the instance")
+        reason = f"did not end in {NEURON_LS_SECONDS} s: the driver hangs; reload it (sudo rmmod neuron; "
+        raise NotListed("FAIL", reason + "sudo modprobe neuron) or restart the instance")
+    return output, errors
+
+
+def find_list(text: str) -> list[dict] | None:
+    """Return the JSON list of objects in a text that may have other lines, such as "[INFO] ...", too."""
+    for start in re.finditer(r"^\[", text, re.MULTILINE):
+        with contextlib.suppress(ValueError, RecursionError):
+            found, _ = json.JSONDecoder().raw_decode(text, start.start())
+            if all(isinstance(entry, dict) for entry in found):
+                return found
+    return None
+
+
+def read_device(entry: dict) -> Device:
+    """Read one entry of the list; a field of another kind raises what its conversion raises."""
+    return Device(
+        number=entry.get("neuron_device"),
+        core_configuration=str(entry.get("logical_neuroncore_config")),
+        cores=[int(core) for core in entry["neuroncore_ids"]],
+        processes=[
+            f"pid {process.get('pid')} ({str(process.get('command', '?'))[:60]})"
+            for process in entry.get("neuron_processes") or []
+        ],
+    )
+
+
+def check_devices(ranks: int) -> list[Line]:
+    """Return lines about the Neuron devices and their cores."""
     try:
-        devices = json.loads(out[max(0, out.find("[")) :])  # a warning may stand before it
-    except (ValueError, RecursionError):
-        devices = None
-    if not isinstance(devices, list) or not all(isinstance(device, dict) for device in devices):
-        said = (err or out or "nothing").splitlines()[0][:100]
-        found = f"printed no list of devices but: {said}; run it by hand, see that the driver is loaded"
-        return None, ("FAIL", what, f"{found} (sudo modprobe neuron)")
-    if not devices:
-        found = "lists no Neuron device; use a Trn2 or Trn3 instance, and load the driver"
-        return None, ("FAIL", what, f"{found} (sudo modprobe neuron)")
-    return devices, ("ok", what, f"{len(devices)} Neuron devices")
+        devices = list_devices()
+    except NotListed as why:
+        return [(why.level, "neuron-ls", str(why))]
+    return [
+        ("ok", "neuron-ls", f"{len(devices)} Neuron devices"),
+        check_core_configuration(devices),
+        check_cores(devices, ranks),
+        check_cores_in_use(devices, ranks),
+    ]
 
 
-def check_cores(devices: list[dict], ranks: int) -> list[Line]:
-    """Return lines about the logical core configuration, the cores of all ranks, and who uses them."""
-    lines = []
-    configs = {str(device.get("logical_neuroncore_config")) for device in devices}
-    chosen = os.environ.get("NEURON_LOGICAL_NC_CONFIG", str(LOGICAL_CORE_CONFIG))
-    if configs == {str(LOGICAL_CORE_CONFIG)}:
-        lines.append(("ok", "core configuration", f"{LOGICAL_CORE_CONFIG}"))
-    elif configs == {chosen}:
-        found = f"{chosen}, as NEURON_LOGICAL_NC_CONFIG asks for; the tutorial's is {LOGICAL_CORE_CONFIG}"
-        lines.append(("warn", "core configuration", found))
-    elif configs == {"None"}:
-        lines.append(("warn", "core configuration", "neuron-ls does not tell it; update aws-neuronx-tools"))
-    else:
-        found = f"{', '.join(sorted(configs))}, expected {LOGICAL_CORE_CONFIG}"
-        fix = f"export NEURON_LOGICAL_NC_CONFIG={LOGICAL_CORE_CONFIG} before anything uses the cores"
-        lines.append(("FAIL", "core configuration", f"{found}; {fix}"))
+def check_core_configuration(devices: list[Device]) -> Line:
+    """Return a line on how many physical cores make a logical one."""
+    what = "core configuration"
+    found = {device.core_configuration for device in devices}
+    chosen = os.environ.get("NEURON_LOGICAL_NC_CONFIG", LOGICAL_CORE_CONFIG)
+    if found == {LOGICAL_CORE_CONFIG}:
+        return "ok", what, LOGICAL_CORE_CONFIG
+    if found == {"None"}:
+        return "warn", what, "neuron-ls does not tell it; update aws-neuronx-tools"
+    if found == {chosen}:
+        chosen = f"{chosen}, as NEURON_LOGICAL_NC_CONFIG asks for"
+        return "warn", what, f"{chosen}; the tutorial's is {LOGICAL_CORE_CONFIG}"
+    fix = f"export NEURON_LOGICAL_NC_CONFIG={LOGICAL_CORE_CONFIG} before anything uses the cores"
+    return "FAIL", what, f"{', '.join(sorted(found))}, expected {LOGICAL_CORE_CONFIG}; {fix}"
 
-    cores_of, missing_ids = [], False  # (core, device)
+
+def check_cores(devices: list[Device], ranks: int) -> Line:
+    """Return a line on whether there is a core for every rank: rank r takes core r."""
+    cores = {core for device in devices for core in device.cores}
+    missing = set(range(ranks)) - cores
+    if not missing:
+        return "ok", "cores", f"0 to {ranks - 1} are there"
+    found = f"{len(cores)} are there, {ranks} ranks need 0 to {ranks - 1}: {min(missing)} is missing"
+    fix = "start fewer ranks (RANKS=), or use an instance with all cores (trn2.48xlarge: 64)"
+    return "FAIL", "cores", f"{found}; {fix}"
+
+
+def check_cores_in_use(devices: list[Device], ranks: int) -> Line:
+    """Return a line on other processes that use the ranks' devices.
+
+    neuron-ls tells which device a process uses, not which of its cores: only a device on which the ranks
+    take every core is surely in use.
+    """
+    surely, perhaps = [], []
     for device in devices:
-        cores = device.get("neuroncore_ids")
-        if not isinstance(cores, list):  # older releases give their number only
-            missing_ids = True
-            count = int(device.get("nc_count") or 0)
-            if not 0 <= count <= 64:
-                raise ValueError(f"nc_count {count}")
-            cores = range(len(cores_of), len(cores_of) + count)
-        cores_of += [(int(core), device) for core in cores]
-    available = {core for core, _ in cores_of}
-    missing = sorted(set(range(ranks)) - available)
-    if missing:
-        found = f"{len(available)} are there, {ranks} ranks need 0 to {ranks - 1}: {missing[0]} is missing"
-        fix = "start fewer ranks (RANKS=), or use an instance with all cores (trn2.48xlarge: 64)"
-        lines.append(("FAIL", "cores", f"{found}; {fix}"))
-    else:
-        found = f"0 to {ranks - 1} are there" + (
-            ", by count: neuron-ls gives no numbers" if missing_ids else ""
-        )
-        lines.append(("ok", "cores", found))
-
-    needed = {id(device): device for core, device in cores_of if core in range(ranks)}
-    partly = {id(device) for core, device in cores_of if core not in range(ranks)}
-    busy, verdict = [], "warn"  # neuron-ls does not tell which cores of a device are used
-    for device in needed.values():
-        if device.get("neuron_processes") and id(device) not in partly:
-            verdict = "FAIL"
-        for process in device.get("neuron_processes") or []:
-            command = str(process.get("command", "?"))[:60]
-            busy.append((process.get("pid"), command, device.get("neuron_device")))
-    if busy:
-        pid, command, number = busy[0]
-        found = f"pid {pid} ({command}) uses device {number}"
-        found += f", and {len(busy) - 1} more" if len(busy) > 1 else ""
-        found += ", perhaps other cores of it than the ranks will" if verdict == "warn" else ""
-        lines.append((verdict, "cores in use", f"{found}; wait for it or end it: kill {pid}"))
-    else:
-        lines.append(("ok", "cores in use", "by no other process"))
-    return lines
+        taken = [core for core in device.cores if core < ranks]
+        uses = [f"{process} uses device {device.number}" for process in device.processes]
+        if taken and taken == device.cores:
+            surely += uses
+        elif taken:
+            perhaps += uses
+    if not surely and not perhaps:
+        return "ok", "cores in use", "by no other process"
+    first, *more = surely + perhaps
+    found = first + (f", and {len(more)} more" if more else "")
+    found += "" if surely else ", perhaps only cores that no rank takes"
+    fix = f"wait for it or end it: kill {first.split()[1]}"
+    return "FAIL" if surely else "warn", "cores in use", f"{found}; {fix}"
 
 
 def check_environment() -> list[Line]:
@@ -184,125 +239,145 @@ def check_environment() -> list[Line]:
     return lines or [("ok", "environment", "as the runs need it")]
 
 
-def called(device: str) -> str:
-    """Return the device's name in what is printed: the tests' stand-in is never called Neuron."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if device == "neuron" and "standin" in importlib.metadata.version("torch-neuronx"):
-            return "the stand-in for Neuron"
-    return device
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None without one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-def check_packages(device: str) -> list[Line]:
-    """Return lines about the versions of Python, torch and, for Neuron, torch-neuronx."""
-    versions = {}
-    for name in ("torch", "torch-neuronx"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    release = {name: tuple(map(int, re.findall(r"\d+", text or "")[:2])) for name, text in versions.items()}
-    stand_in = called(device) != device
+def release_of(version: str | None) -> tuple[int, ...]:
+    """Return the first two numbers of a version; none of None."""
+    return tuple(map(int, re.findall(r"\d+", version or "")[:2]))
 
-    python, least = sys.version_info[:2], (3, 12) if device == "neuron" else (3, 11)
-    most = (3, 14) if device == "neuron" else python
-    if least <= python <= most or stand_in:
-        lines = [("ok", "Python", f"{python[0]}.{python[1]}")]
+
+def is_stand_in() -> bool:
+    """Return whether torch-neuronx is the tests' stand-in, which is not Neuron."""
+    return "standin" in (version_of("torch-neuronx") or "")
+
+
+def default_device() -> str:
+    """Return the device that make uses unless told otherwise: never the stand-in."""
+    neuron = release_of(version_of("torch-neuronx")) >= (2, 14) and not is_stand_in()
+    return "neuron" if neuron else "cpu"
+
+
+def name_of(device: str) -> str:
+    """Return the device's name in what is printed: the stand-in is never called Neuron."""
+    return "the stand-in for Neuron" if device == "neuron" and is_stand_in() else device
+
+
+def check_python(device: str) -> Line:
+    """Return a line on the version of Python."""
+    found = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if device == "neuron" and not is_stand_in():
+        fits, expected = (3, 12) <= sys.version_info[:2] <= (3, 14), "3.12 to 3.14"
     else:
-        expected = f"3.{least[1]} to 3.{most[1]}" if device == "neuron" else f"3.{least[1]} or newer"
-        found = f"{python[0]}.{python[1]}, expected {expected}"
-        lines = [("FAIL", "Python", f"{found}; make an environment with such a Python")]
-    if release["torch"] == (2, 14):
-        lines.append(("ok", "torch", versions["torch"]))
-    else:
-        found = f"{versions['torch'] or 'not installed'}, expected 2.14"
-        lines.append(("FAIL", "torch", f"{found}; pip install 'torch>=2.14,<2.15'"))
-    if device != "neuron":
-        return lines
+        fits, expected = sys.version_info[:2] >= (3, 11), "3.11 or newer"
+    if fits:
+        return "ok", "Python", found
+    return "FAIL", "Python", f"{found}, expected {expected}; make an environment with such a Python"
+
+
+def check_torch() -> Line:
+    """Return a line on the version of torch."""
+    version = version_of("torch")
+    if release_of(version) == (2, 14):
+        return "ok", "torch", version
+    found = f"{version or 'not installed'}, expected 2.14"
+    return "FAIL", "torch", f"{found}; pip install 'torch>=2.14,<2.15'"
+
+
+def check_torch_neuronx() -> Line:
+    """Return a line on the version of torch-neuronx, which goes with the one of torch."""
+    version, torch = version_of("torch-neuronx"), version_of("torch")
     fix = "install the torch-neuronx 2.14 that AWS ships for torch 2.14, see requirements-neuron.txt"
-    version = versions["torch-neuronx"]
     if version is None:
-        lines.append(("FAIL", "torch-neuronx", f"not installed; {fix}"))
-    elif release["torch-neuronx"] < (2, 14):
+        return "FAIL", "torch-neuronx", f"not installed; {fix}"
+    if release_of(version) < (2, 14):
         found = f"{version} is older than 2.14, perhaps the XLA-based product of the same name"
-        lines.append(("FAIL", "torch-neuronx", f"{found}; {fix}"))
-    elif release["torch-neuronx"] != release["torch"]:
-        lines.append(("FAIL", "torch-neuronx", f"{version} with torch {versions['torch']}; {fix}"))
-    elif stand_in:
+        return "FAIL", "torch-neuronx", f"{found}; {fix}"
+    if release_of(version) != release_of(torch):
+        return "FAIL", "torch-neuronx", f"{version} with torch {torch}; {fix}"
+    if is_stand_in():
         found = f"{version}: the tests' stand-in, which computes on the CPU and proves nothing about Neuron"
-        lines.append(("warn", "torch-neuronx", found))
-    else:
-        lines.append(("ok", "torch-neuronx", version))
-    return lines
+        return "warn", "torch-neuronx", found
+    return "ok", "torch-neuronx", version
 
 
 def free_memory() -> float | None:
     """Return the memory that new processes can have, in GiB; None if the system does not tell."""
-    limits = []
     try:
-        text = Path("/proc/meminfo").read_text()
-        limits.append(int(re.search(r"MemAvailable: +(\d+) kB", text).group(1)) * 1024)
-    except (OSError, AttributeError):
+        free = int(re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
+    except (OSError, TypeError):
         return None
-    try:  # a container may have less than the machine
+    with contextlib.suppress(OSError, TypeError, ValueError):  # a container may have less than the machine
         cgroup = Path("/sys/fs/cgroup")
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            cached = int(re.search(r"inactive_file (\d+)", (cgroup / "memory.stat").read_text()).group(1))
-            limits.append(int(limit) - int((cgroup / "memory.current").read_text()) + cached)
-    except (OSError, ValueError, AttributeError):
-        pass
-    return min(limits) / 2**30
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = int(re.search(r"inactive_file (\d+)", (cgroup / "memory.stat").read_text())[1])
+        free = min(free, limit - used + cached)
+    return free / 2**30
 
 
-def check_host(ranks: int, results: Path) -> list[Line]:
-    """Return lines about processors, memory, the local network and disk."""
+def check_processors(ranks: int) -> Line:
+    """Return a line on how many processors the ranks share."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     turns = f", so {ranks} ranks take turns" if ranks > processors else ""
-    lines = [("ok", "processors", f"{processors}{turns}")]
+    return "ok", "processors", f"{processors}{turns}"
 
+
+def check_memory(ranks: int) -> Line:
+    """Return a line on the memory that the ranks need on the host, and how many would fit."""
     free = free_memory()
     if free is None:
-        lines.append(("warn", "memory", "this system does not tell what is free; watch it during the run"))
-    else:
-        fitting = [n for n in FITTING_RANKS if FIRST_RANK_GIB + n * MORE_RANK_GIB <= free]
-        needed = FIRST_RANK_GIB + ranks * MORE_RANK_GIB
-        found = f"{free:.1f} GiB free, {ranks} ranks need about {needed:.1f} with launch.py"
-        if not fitting:
-            lines.append(("FAIL", "memory", f"{found}; free some: not even one rank fits"))
-        elif needed > free:
-            lines.append(("FAIL", "memory", f"{found}; up to RANKS={fitting[-1]} would fit"))
-        else:
-            lines.append(("ok", "memory", f"{found}; up to RANKS={fitting[-1]} would fit"))
+        return "warn", "memory", "this system does not tell what is free; watch it during the run"
+    fitting = [n for n in FITTING_RANKS if FIRST_RANK_GIB + n * MORE_RANK_GIB <= free]
+    needed = FIRST_RANK_GIB + ranks * MORE_RANK_GIB
+    found = f"{free:.1f} GiB free, {ranks} ranks need about {needed:.1f} with launch.py"
+    if not fitting:
+        return "FAIL", "memory", f"{found}; free some: not even one rank fits"
+    level = "ok" if needed <= free else "FAIL"
+    return level, "memory", f"{found}; up to RANKS={fitting[-1]} would fit"
 
+
+def check_network() -> Line:
+    """Return a line on whether the ranks can reach each other under the name that torchrun takes."""
+    name = socket.getfqdn()
     try:
         with socket.create_server(("", 0)) as server:
-            name, port = socket.getfqdn(), server.getsockname()[1]  # the name that torchrun takes
-            socket.create_connection((name, port), timeout=5).close()
-        lines.append(("ok", "network", f"this machine reaches its own ports as {name}"))
+            socket.create_connection((name, server.getsockname()[1]), timeout=5).close()
     except OSError as error:
-        found = f"this machine does not reach its own ports as {socket.getfqdn()}: {error}"
-        fix = f"add '127.0.0.1 {socket.getfqdn()}' to /etc/hosts, or open the firewall for it"
-        lines.append(("FAIL", "network", f"{found}; {fix}"))
+        found = f"this machine does not reach its own ports as {name}: {error}"
+        fix = f"add '127.0.0.1 {name}' to /etc/hosts, or open the firewall for it"
+        return "FAIL", "network", f"{found}; {fix}"
+    return "ok", "network", f"this machine reaches its own ports as {name}"
 
+
+def check_disk(ranks: int, results: Path) -> Line:
+    """Return a line on the place for the rank files: one run must fit, and make all-parity should."""
     existing = results.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
-    needed = ranks * RESULT_MIB_PER_RANK / 1024 * RUNS
-    space = shutil.disk_usage(existing).free / 2**30
-    found = f"{space:.1f} GiB free for {results}, make all-parity writes about {needed:.1f}"
     if not existing.is_dir():
-        lines.append(("FAIL", "disk", f"{existing} is no directory; give another place with RESULTS="))
-    elif not os.access(existing, os.W_OK):
-        lines.append(("FAIL", "disk", f"{existing} cannot be written; give another place with RESULTS="))
-    elif space < needed / RUNS:
-        lines.append(("FAIL", "disk", f"{found}; free some, or give another place with RESULTS="))
-    else:
-        lines.append(("ok" if space >= needed else "warn", "disk", found))
-    if Path("/dev/shm").is_dir():
-        shared = shutil.disk_usage("/dev/shm").free / 2**30
-        small = "; a container gets more with --shm-size=1g" if shared < 1 else ""
-        lines.append(("warn" if small else "ok", "shared memory", f"{shared:.2f} GiB free{small}"))
-    return lines
+        return "FAIL", "disk", f"{existing} is no directory; give another place with RESULTS="
+    if not os.access(existing, os.W_OK):
+        return "FAIL", "disk", f"{existing} cannot be written; give another place with RESULTS="
+    needed = ranks * RESULT_MIB_PER_RANK / 1024 * RUNS
+    free = shutil.disk_usage(existing).free / 2**30
+    found = f"{free:.1f} GiB free for {results}, make all-parity writes about {needed:.1f}"
+    if free < needed / RUNS:
+        return "FAIL", "disk", f"{found}; free some, or give another place with RESULTS="
+    return "ok" if free >= needed else "warn", "disk", found
+
+
+def check_shared_memory() -> list[Line]:
+    """Return a line on /dev/shm, where there is one."""
+    if not Path("/dev/shm").is_dir():
+        return []
+    free = shutil.disk_usage("/dev/shm").free / 2**30
+    fix = "; a container gets more with --shm-size=1g" if free < 1 else ""
+    return [("warn" if fix else "ok", "shared memory", f"{free:.2f} GiB free{fix}")]
 
 
 def check_device(device: str, backend: str, ranks: int) -> Line:
@@ -317,7 +392,7 @@ def check_device(device: str, backend: str, ranks: int) -> Line:
     done = run_all([(command, os.environ | variables) for variables in own], DEVICE_SECONDS)
     by_hand = "; to see more, run each rank by hand: RANK=<rank> LOCAL_RANK=<rank> "
     by_hand += " ".join(f"{key}={value}" for key, value in common.items()) + f" {' '.join(command)}"
-    what = f"{called(device)} with {backend}"
+    what = f"{name_of(device)} with {backend}"
     for rank, (status, _, err) in enumerate(done):
         if status:
             said = (err or f"exit status {status}").splitlines()[-1]
@@ -371,6 +446,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=64, help="how many are to run (default: 64)")
     parser.add_argument("--results", type=Path, default=Path("results"), help="where (default: results)")
     parser.add_argument("--quiet", action="store_true", help="print warn and FAIL only, and a summary")
+    parser.add_argument("--cores", action="store_true", help="print the number of logical NeuronCores only")
+    parser.add_argument("--print-device", nargs="?", const="", help="for make: a device, and its name")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
     args = parser.parse_args()
@@ -380,35 +457,61 @@ def main() -> int:
     if args.as_rank:
         be_rank(args.device, backend)
         return 0
+    if args.print_device is not None:
+        device = args.print_device or default_device()
+        print(device, name_of(device))
+        return 0
+    if args.cores:
+        return print_cores()
+    return run_checks(args.device, backend, args.ranks, args.results, args.quiet)
 
-    verdicts = []
 
-    def show(lines: list[Line]) -> None:
-        for verdict, what, found in lines:
-            verdicts.append(verdict)
-            if verdict != "ok" or not args.quiet:
-                print(f"{verdict:5} {what}: {found}", flush=True)
+def print_cores() -> int:
+    """Print the number of logical cores, or an error; return the exit status."""
+    try:
+        print(sum(len(device.cores) for device in list_devices()))
+    except NotListed as why:
+        print(f"error: neuron-ls: {why}", file=sys.stderr)
+        return 1
+    return 0
 
-    if args.device == "neuron":
-        devices, line = neuron_ls()
-        show([line])
-        if devices:
-            try:
-                show(check_cores(devices, args.ranks))
-            except (TypeError, ValueError, AttributeError, OverflowError) as error:
-                found = f"printed fields of another kind than expected ({error}), so no core was checked"
-                show([("warn", "neuron-ls", f"{found}; look at them by hand")])
-        show(check_environment())
-    show(check_packages(args.device))
-    show(check_host(args.ranks, args.results))
-    if "FAIL" in verdicts:
-        show([("warn", "device", "not tried, because of the above")])
+
+def run_checks(device: str, backend: str, ranks: int, results: Path, quiet: bool) -> int:
+    """Check one thing after the other; return the exit status."""
+    levels = []
+
+    def show(*lines: Line) -> None:
+        for level, what, found in lines:
+            levels.append(level)
+            if level != "ok" or not quiet:
+                print(f"{level:5} {what}: {found}", flush=True)
+
+    if device == "neuron":
+        show(*check_devices(ranks))
+        show(*check_environment())
+    show(check_python(device))
+    show(check_torch())
+    if device == "neuron":
+        show(check_torch_neuronx())
+    show(check_processors(ranks))
+    show(check_memory(ranks))
+    show(check_network())
+    show(check_disk(ranks, results))
+    show(*check_shared_memory())
+    if "FAIL" in levels:
+        show(("warn", "device", "not tried, because of the above"))
     else:
-        show([check_device(args.device, backend, args.ranks)])
-    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "FAIL"))
-    print(f"== preflight for {args.ranks} ranks on {called(args.device)}: {counts}")
-    return 1 if "FAIL" in verdicts else 0
+        show(check_device(device, backend, ranks))
+    counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warn", "FAIL"))
+    print(f"== preflight for {ranks} ranks on {name_of(device)}: {counts}")
+    return 1 if "FAIL" in levels else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -1,4 +1,4 @@
-"""preflight.py: each thing that a run needs is looked at, and what is missing is told with its fix.
+"""preflight.py: each thing that a run needs is looked at, and what is missing is printed with its fix.
 
 neuron-ls is replaced by a script that prints what the real one prints, in the fields of its JSON output.
 """
@@ -80,7 +80,7 @@ def problems(done):
     return [line for line in done.lines if line.startswith(("warn", "FAIL"))]
 
 
-def assert_told(done, line):
+def assert_first_problem(done, line):
     """The first problem is this one, and the exit status follows from it."""
     assert done.status == (1 if line.startswith("FAIL") else 0)
     assert problems(done)[0].startswith(line)
@@ -105,16 +105,21 @@ PROCESS = {"pid": 113985, "command": "python train.py", "neuron_runtime_version"
         (node(logical_neuroncore_config=1), "FAIL  core configuration: 1, 2, expected 2; export "),
         (NODE[:8], "FAIL  cores: 32 are there, 64 ranks need 0 to 63: 32 is missing; start fewer"),
         (node(neuroncore_ids=[64, 65, 66, 67]), "FAIL  cores: 64 are there, 64 ranks need 0 to 63: 60 is"),
-        (node(neuron_processes=[PROCESS]), "FAIL  cores in use: pid 113985 (python train.py) uses device 15"),
+        (
+            node(neuron_processes=[PROCESS]),
+            "FAIL  cores in use: pid 113985 (python train.py) uses device 15; wait for it or end it: kill",
+        ),
         (
             node(neuron_processes=[PROCESS] * 3),
-            "FAIL  cores in use: pid 113985 (python train.py) uses device 15, and",
+            "FAIL  cores in use: pid 113985 (python train.py) uses device 15, and 2 more; wait",
         ),
         ([], "FAIL  neuron-ls: lists no Neuron device; use a Trn2 or Trn3 instance"),
         ("echo 'no driver' >&2; exit 1", "FAIL  neuron-ls: printed no list of devices but: no driver;"),
         ("echo '{\"a\": 0}'", 'FAIL  neuron-ls: printed no list of devices but: {"a": 0}'),
         ("echo '[1]'", "FAIL  neuron-ls: printed no list of devices but: [1]"),
         ("printf '[%.0s' $(seq 20000)", "FAIL  neuron-ls: printed no list of devices but: [[[["),
+        (f"echo '{json.dumps(NODE)[:-9]}'", "FAIL  neuron-ls: printed no list of devices but: [{"),
+        ("echo '[INFO] none'", "FAIL  neuron-ls: printed no list of devices but: [INFO] none"),
         ("true", "FAIL  neuron-ls: printed no list of devices but: nothing"),
         ("exec sleep 20", "FAIL  neuron-ls: did not end in 0.5 s: the driver hangs; reload it"),
     ],
@@ -133,19 +138,42 @@ def test_cores_of_ranks_that_are_not_started_may_be_in_use(check):
     assert (done.status, problems(done)) == (0, [])
     done = check("--ranks", 62, neuron_ls=node(neuron_processes=[PROCESS]))
     assert done.status == 0
-    assert "device 15, perhaps other cores of it than the ranks will; wait" in problems(done)[0]
+    assert "uses device 15, perhaps only cores that no rank takes; wait" in problems(done)[0]
 
 
-def test_older_neuron_ls_counts_cores_and_does_not_number_them(check):
+def test_core_surely_in_use_comes_before_one_perhaps_in_use(check):
+    devices = node(neuron_processes=[PROCESS])[::-1]  # device 15 first, of which rank 60 takes one core
+    devices[-1] = devices[-1] | {"neuron_processes": [PROCESS | {"pid": 7}]}
+    done = check("--ranks", 61, neuron_ls=devices)
+    assert done.status == 1
+    assert problems(done)[0].startswith(
+        "FAIL  cores in use: pid 7 (python train.py) uses device 0, and 1 more;"
+    )
+
+
+def test_older_neuron_ls_that_gives_no_core_ids(check):
     devices = [{key: d[key] for key in ("neuron_device", "nc_count", "memory_size")} for d in NODE]
     done = check(neuron_ls=devices)
     assert done.status == 0
-    assert "warn  core configuration: neuron-ls does not tell it; update aws-neuronx-tools" in done.lines
-    assert "ok    cores: 0 to 63 are there, by count: neuron-ls gives no numbers" in done.lines
+    line = "neuron-ls: gives no core ids, so no core was checked; update aws-neuronx-tools"
+    assert [line for line in problems(done) if "neuron-ls" in line] == [f"warn  {line}"]
+    done = check("--cores", neuron_ls=devices)
+    assert (done.status, done.out, done.err) == (1, "", f"error: {line}\n")
+
+
+def test_neuron_ls_that_gives_no_core_configuration(check):
+    devices = [{key: value for key, value in d.items() if "config" not in key} for d in NODE]
+    assert (
+        "warn  core configuration: neuron-ls does not tell it; update aws-neuronx-tools"
+        in check(neuron_ls=devices).lines
+    )
 
 
 def test_cores_of_another_size_on_request(check, monkeypatch):
-    devices = [d | {"logical_neuroncore_config": 1, "neuroncore_ids": None, "nc_count": 8} for d in NODE]
+    devices = [
+        d | {"logical_neuroncore_config": 1, "neuroncore_ids": list(range(8 * i, 8 * i + 8))}
+        for i, d in enumerate(NODE)
+    ]
     assert check("--ranks", 128, neuron_ls=devices).status == 1
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     done = check("--ranks", 128, neuron_ls=devices)
@@ -154,10 +182,45 @@ def test_cores_of_another_size_on_request(check, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("neuron_ls", "status", "out", "err"),
+    [
+        (NODE, 0, "64\n", ""),
+        (NODE[:3], 0, "12\n", ""),
+        (f"echo '[INFO] [1] of 2'; echo '{json.dumps(NODE)}'; echo done", 0, "64\n", ""),
+        (None, 1, "", "error: neuron-ls: not on PATH nor in "),
+        ([], 1, "", "error: neuron-ls: lists no Neuron device; use a Trn2 or Trn3 instance"),
+        ("echo no driver", 1, "", "error: neuron-ls: printed no list of devices but: no driver"),
+        ("exec sleep 20", 1, "", "error: neuron-ls: did not end in 0.5 s: the driver hangs"),
+        ([NODE[0] | {"neuroncore_ids": ["a"]}], 1, "", "error: neuron-ls: printed fields of another kind"),
+    ],
+)
+def test_number_of_cores(check, neuron_ls, status, out, err):
+    done = check("--cores", neuron_ls=neuron_ls)
+    assert (done.status, done.out) == (status, out)
+    assert done.err.startswith(err) and done.err.count("\n") == status
+
+
+@pytest.mark.parametrize(
+    ("version", "default", "named"),
+    [
+        ("2.14.3.0", "neuron neuron", "neuron neuron"),
+        ("2.13.0", "cpu cpu", "neuron neuron"),
+        ("2.14.0+standin", "cpu cpu", "neuron the stand-in for Neuron"),
+        (None, "cpu cpu", "neuron neuron"),
+    ],
+)
+def test_device_and_its_name_for_make(check, monkeypatch, version, default, named):
+    monkeypatch.setattr(preflight, "version_of", lambda package: version)
+    for arguments, printed in (((), default), (("neuron",), named), (("cpu",), "cpu cpu")):
+        done = check("--print-device", *arguments)
+        assert (done.status, done.out, done.err) == (0, f"{printed}\n", "")
+
+
+@pytest.mark.parametrize(
     "change",
     [
-        *({"nc_count": count, "neuroncore_ids": None} for count in ("four", 4_000_000_000, 1e999)),
-        *({"neuron_processes": ["x"]}, {"neuroncore_ids": [[0]]}),
+        {"neuron_processes": ["x"]},
+        *({"neuroncore_ids": ids} for ids in ([[0]], ["four"], [1e999], 4)),
     ],
 )
 def test_fields_of_another_kind(check, change):
@@ -166,7 +229,9 @@ def test_fields_of_another_kind(check, change):
     assert any(line.startswith("warn  neuron-ls: printed fields of another kind") for line in done.lines)
 
 
-@pytest.mark.parametrize("before", ["", "WARNING: a new version is there\\n", "\\0377\\n"])
+@pytest.mark.parametrize(
+    "before", ["", "WARNING: a new version is there\\n", "[INFO] [1] of 2\\n[1]\\n", "\\0377\\n"]
+)
 def test_numbers_as_text_and_words_before_the_list(check, before):
     devices = [
         d | {"logical_neuroncore_config": "2", "neuroncore_ids": list(map(str, d["neuroncore_ids"]))}
@@ -224,7 +289,7 @@ def test_environment(check, monkeypatch, name, value, line):
     else:
         monkeypatch.setenv(name, value)
     done = check(neuron_ls=NODE)
-    assert_told(done, line)
+    assert_first_problem(done, line)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +313,7 @@ def test_environment(check, monkeypatch, name, value, line):
 def test_versions(check, package, version, line):
     check.versions[package] = version
     done = check(neuron_ls=NODE)
-    assert_told(done, line)
+    assert_first_problem(done, line)
 
 
 @pytest.mark.parametrize("package", ["torch", "torch-neuronx"])
@@ -336,16 +401,22 @@ def test_device_is_tried_for_real_on_the_cpu(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_device_that_fails_is_told_in_one_line(monkeypatch, tmp_path):
+def test_reader_that_stops_early_sees_no_traceback(tmp_path):
+    script = f"{sys.executable} {ROOT / 'preflight.py'} --device cpu --ranks 100000 | true"
+    done = run("sh", "-c", script, cwd=tmp_path)
+    assert (done.status, done.out, done.err) == (0, "", "")
+
+
+def test_device_that_fails_is_shown_in_one_line(monkeypatch, tmp_path):
     python = tmp_path / "python"
     fails = "sleep 60 & echo Traceback >&2; echo 'RuntimeError: no core' >&2; exit 1"
     python.write_text(f"#!/bin/sh\n[ $RANK = 0 ] && exec sleep 60\n{fails}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     started = time.monotonic()
-    verdict, what, found = preflight.check_device("neuron", "neuron", 64)
+    level, what, found = preflight.check_device("neuron", "neuron", 64)
     assert time.monotonic() - started < 10  # neither rank 0 nor what rank 1 left behind is waited for
-    assert (verdict, what) == ("FAIL", "neuron with neuron")
+    assert (level, what) == ("FAIL", "neuron with neuron")
     assert found.startswith("rank 1: RuntimeError: no core; to see more, run each rank by hand: RANK=<rank> ")
     assert "\n" not in found
 
@@ -372,5 +443,5 @@ def test_nothing_stays_behind_after_an_interrupt(monkeypatch, tmp_path):
 
 def test_device_that_hangs(monkeypatch):
     monkeypatch.setattr(preflight, "DEVICE_SECONDS", 0.2)
-    verdict, _, found = preflight.check_device("cpu", "gloo", 2)
-    assert verdict == "FAIL" and found.startswith("ranks [0, 1] did not end in 0.2 s; to see more, ")
+    level, _, found = preflight.check_device("cpu", "gloo", 2)
+    assert level == "FAIL" and found.startswith("ranks [0, 1] did not end in 0.2 s; to see more, ")
