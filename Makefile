@@ -16,39 +16,39 @@ SEED ?= 0
 RESULTS ?= results
 # Python 3.11 or newer, from which .venv is made.
 BASE_PYTHON ?= python3
+VENV := .venv
 
 # An active environment with torch 2.14 is used as it is; otherwise .venv is made, once.
 ifndef PYTHON
 ifneq ($(strip $(VIRTUAL_ENV)$(CONDA_PREFIX)),)
 ACTIVE_TORCH := $(shell python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)
 endif
-PYTHON := $(if $(filter 2.14.%,$(ACTIVE_TORCH)),python,.venv/bin/python)
+PYTHON := $(if $(filter 2.14.%,$(ACTIVE_TORCH)),python,$(VENV)/bin/python)
 endif
-ifeq ($(PYTHON),.venv/bin/python)
-ENVIRONMENT := .venv/installed
-TITAN_ENVIRONMENT := .venv/installed-titan
-REPORT_ENVIRONMENT := .venv/installed-report
-DEV_ENVIRONMENT := .venv/installed-dev
+ifeq ($(PYTHON),$(VENV)/bin/python)
+ENVIRONMENT := $(VENV)/installed
+TITAN_ENVIRONMENT := $(VENV)/installed-titan
+REPORT_ENVIRONMENT := $(VENV)/installed-report
+DEV_ENVIRONMENT := $(VENV)/installed-dev
 endif
 
-# neuron where torch-neuronx 2.14 or newer is installed, otherwise cpu. The tests' stand-in for
-# torch-neuronx is used on request only (DEVICE=neuron), and called by its name in what is printed.
-NEURONX := $(shell $(PYTHON) -c 'from importlib.metadata import version; v = version("torch-neuronx"); print(v if tuple(map(int, v.split(".")[:2])) >= (2, 14) else "")' 2>/dev/null)
-STAND_IN := $(findstring standin,$(NEURONX))
+# neuron where torch-neuronx 2.14 or newer is installed, otherwise cpu; and what the device is called in
+# what is printed. preflight.py knows the tests' stand-in for torch-neuronx, which is used on request only.
+DEVICE_AND_NAME := $(shell $(PYTHON) preflight.py --print-device $(DEVICE) 2>/dev/null)
 ifndef DEVICE
-DEVICE := $(if $(STAND_IN),cpu,$(if $(NEURONX),neuron,cpu))
+DEVICE := $(or $(firstword $(DEVICE_AND_NAME)),cpu)
 endif
-called = $(if $(STAND_IN),$(subst neuron,the stand-in for Neuron,$(1)),$(1))
+DEVICE_NAME := $(or $(wordlist 2,9,$(DEVICE_AND_NAME)),$(DEVICE))
 BACKEND ?= $(if $(filter cpu,$(DEVICE)),gloo,$(if $(filter cuda,$(DEVICE)),nccl,$(DEVICE)))
 COMPILE_BACKEND ?= $(if $(filter neuron,$(DEVICE)),neuron,aot_eager)
 # launch.py is torchrun with a warm fork server.
 LAUNCH ?= $(PYTHON) launch.py
 
-# The environment of the runs: all cores visible, correctness settings, one thread per rank.
-NEURON_LOGICAL_NC_CONFIG ?= 2
-TORCH_NEURONX_ENABLE_HOST_CC ?= 0
-OMP_NUM_THREADS ?= 1
-export NEURON_LOGICAL_NC_CONFIG TORCH_NEURONX_ENABLE_HOST_CC OMP_NUM_THREADS
+# The environment of the runs, whatever the shell has: all cores visible, correctness settings, one thread
+# per rank. Another value is taken from make's command line only.
+export NEURON_LOGICAL_NC_CONFIG := 2
+export TORCH_NEURONX_ENABLE_HOST_CC := 0
+export OMP_NUM_THREADS := 1
 unexport NEURON_RT_VISIBLE_CORES NEURON_RT_NUM_CORES TORCH_NEURONX_ENABLE_STREAMS
 
 ifeq ($(filter cpu neuron cuda,$(DEVICE)),)
@@ -59,13 +59,11 @@ $(error RESULTS is '$(RESULTS)': name one directory, without spaces)
 endif
 
 MODES := ddp fsdp tp simplefsdp-tp
-REFERENCES := $(MODES:%=$(RESULTS)/cpu-%/rank-0.pt)
-ORACLES := $(RESULTS)/oracle-eager/rank-0.pt $(RESULTS)/oracle-simplefsdp/rank-0.pt
-SETTINGS := $(MODES:%=$(RESULTS)/.settings-%)
 SCRIPTS := training_common.py distributed_train.py simplefsdp_tp_train.py launch.py
 ORACLE_SCRIPTS := training_common.py oracle_train.py
+# Lies in a results folder that make made.
+OURS := $(RESULTS)/made-by-make.txt
 COMPARISONS := $(MODES:%=$(RESULTS)/compare-cpu-%.json) $(MODES:%=$(RESULTS)/compare-%.json)
-
 TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-memory titan-test
 
 .PHONY: help all-parity preflight preflight-quiet oracle report test neuron-test silent-bugs lint format bench clean FORCE
@@ -94,7 +92,7 @@ help:
 	@echo 'make test                run the tests'
 	@echo 'make neuron-test         run the tests of the Neuron path, on a stand-in for torch_neuronx'
 	@echo 'make titan-test          run the tests of titan/ that train with TorchTitan'
-	@echo 'make silent-bugs         train with 74 real mistakes and see that each is found and named'
+	@echo 'make silent-bugs         train with real mistakes and see that each is found and named'
 	@echo 'make lint                check style and formatting'
 	@echo 'make format              format the code'
 	@echo 'make bench               time the CPU references, launch.py beside torchrun'
@@ -104,39 +102,10 @@ help:
 	@echo 'RANKS=$(RANKS) STEPS=$(STEPS) SEED=$(SEED) DEVICE=$(DEVICE) BACKEND=$(BACKEND) COMPILE_BACKEND=$(COMPILE_BACKEND)'
 	@echo 'RESULTS=$(RESULTS) PYTHON=$(PYTHON) LAUNCH="$(LAUNCH)"'
 
-# $(call script,MODE,COMPILE BACKEND): the script of a mode and the options that only it has.
-script = $(if $(filter simplefsdp-tp,$(1)),simplefsdp_tp_train.py --compile-backend $(2),distributed_train.py --parallelism $(1))
-
-# $(call clear_logs,RUN): remove what the launcher wrote for an earlier run, and nothing else.
-clear_logs = rm -rf $(RESULTS)/logs/$(1)/*/attempt_*; rmdir $(RESULTS)/logs/$(1)/* $(RESULTS)/logs/$(1) 2>/dev/null || true
-
-# $(call run,RUN,DEVICE,BACKEND,SCRIPT): launch all ranks. Rank 0 speaks here, every rank to its log.
-define run
-@echo "== $(1): $(RANKS) ranks, $(STEPS) steps on $(call called,$(2)) with $(3)"
-@$(call clear_logs,$(1)); start=$$(date +%s); \
-$(LAUNCH) --standalone --nproc-per-node=$(RANKS) \
-  --log-dir "$(RESULTS)/logs/$(1)" --redirects 3 --tee 1 --local-ranks-filter 0 --log-line-prefix-template '   ' \
-  $(4) --device $(2) --backend $(3) --expected-world-size $(RANKS) \
-  --seed $(SEED) --steps $(STEPS) --output-dir "$(RESULTS)/$(1)" \
-&& echo "== $(1): $(RANKS) ranks completed in $$(($$(date +%s) - start)) s; logs in $(RESULTS)/logs/$(1)"
-endef
-
-# $(call oracle_dir,MODE): the bias-free model has an oracle of its own.
-oracle_dir = $(RESULTS)/oracle-$(if $(filter simplefsdp-tp,$(1)),simplefsdp,eager)
-
-# Before anything runs on a device: a wrong set-up there often shows as a hang.
-PREFLIGHT := $(if $(filter cpu,$(DEVICE)),,preflight-quiet)
-
 .SECONDEXPANSION:
 
-# $(call compare,NAME,REFERENCE,ACTUAL,MORE OPTIONS)
-define compare
-@echo "== $(1): $(3) with $(2)"
-@$(PYTHON) compare_training.py --reference-dir "$(2)" --actual-dir "$(3)" --world-size $(RANKS) $(4) --json "$(RESULTS)/$(1).json"
-endef
-compare_cpu = $(call compare,compare-cpu-$(1),$(call oracle_dir,$(1)),$(RESULTS)/cpu-$(1))
-compare_device = $(call compare,compare-$(1),$(RESULTS)/cpu-$(1),$(RESULTS)/$(1),--oracle-dir "$(call oracle_dir,$(1))")
-
+# One mode, for instance make ddp: the oracle and the CPU run, compared; then the device run, compared with
+# the CPU run. Each link of the chain is below.
 ifeq ($(DEVICE),cpu)
 $(MODES): %: $$(call oracle_dir,$$*)/rank-0.pt cpu-%
 	@echo "== $@: no device run was made: DEVICE is cpu"
@@ -145,12 +114,35 @@ $(MODES): %: $$(call oracle_dir,$$*)/rank-0.pt cpu-%
 all-parity: $(MODES)
 	@echo "== all-parity: $(MODES) agree with the float64 oracle on the CPU, $(RANKS) ranks; no device run was made"
 else
-$(MODES): %: $(PREFLIGHT) compare-cpu-% device-%
+$(MODES): %: preflight-quiet compare-cpu-% device-%
 	$(call compare_device,$*)
 
 all-parity: $(MODES)
-	@echo "== all-parity: $(MODES) agree with the float64 oracle on the CPU, and with the CPU on $(call called,$(DEVICE)), $(RANKS) ranks"
+	@echo "== all-parity: $(MODES) agree with the float64 oracle on the CPU, and with the CPU on $(DEVICE_NAME), $(RANKS) ranks"
 endif
+
+# The oracle. The bias-free model of simplefsdp-tp has one of its own.
+oracle_dir = $(RESULTS)/oracle-$(if $(filter simplefsdp-tp,$(1)),simplefsdp,eager)
+ORACLES := $(RESULTS)/oracle-eager/rank-0.pt $(RESULTS)/oracle-simplefsdp/rank-0.pt
+
+oracle: $(ORACLES)
+
+$(ORACLES): $(RESULTS)/oracle-%/rank-0.pt: $(RESULTS)/.settings-oracle $(ORACLE_SCRIPTS)
+	@echo "== oracle-$*: $(STEPS) steps in float64, one process"
+	@$(PYTHON) oracle_train.py --model $* --seed $(SEED) --steps $(STEPS) --output-dir "$(RESULTS)/oracle-$*" > /dev/null
+
+# The CPU run. rank-0.pt is written last: where it stands, the run is complete.
+REFERENCES := $(MODES:%=$(RESULTS)/cpu-%/rank-0.pt)
+
+$(MODES:%=cpu-%): cpu-%: $(RESULTS)/cpu-%/rank-0.pt
+	@echo "== $@: reference of $(RANKS) ranks, $(STEPS) steps, seed $(SEED) is in $(RESULTS)/$@"
+
+$(REFERENCES): $(RESULTS)/cpu-%/rank-0.pt: $(RESULTS)/.settings-% $(SCRIPTS)
+	$(call run,cpu-$*,cpu,gloo,$(call script,$*,aot_eager))
+
+# The device run, which is always made. A wrong set-up of a device often shows as a hang, so preflight first.
+$(MODES:%=device-%): device-%: $(if $(filter cpu,$(DEVICE)),,preflight-quiet) | $(ENVIRONMENT) $(OURS)
+	$(call run,$*,$(DEVICE),$(BACKEND),$(call script,$*,$(COMPILE_BACKEND)))
 
 preflight_run = $(PYTHON) preflight.py --device $(DEVICE) --backend $(BACKEND) --ranks $(RANKS) --results "$(RESULTS)"
 
@@ -160,36 +152,24 @@ preflight: | $(ENVIRONMENT)
 preflight-quiet: | $(ENVIRONMENT)
 	@$(preflight_run) --quiet
 
-oracle: $(ORACLES)
+# $(call script,MODE,COMPILE BACKEND): the script of a mode and the options that only it has.
+script = $(if $(filter simplefsdp-tp,$(1)),simplefsdp_tp_train.py --compile-backend $(2),distributed_train.py --parallelism $(1))
 
-$(ORACLES): $(RESULTS)/oracle-%/rank-0.pt: $(RESULTS)/.settings-oracle
-	@echo "== oracle-$*: $(STEPS) steps in float64, one process"
-	@$(PYTHON) oracle_train.py --model $* --seed $(SEED) --steps $(STEPS) --output-dir "$(RESULTS)/oracle-$*" > /dev/null
-
-# rank-0.pt is written last: where it stands, the run is complete.
-$(MODES:%=cpu-%): cpu-%: $(RESULTS)/cpu-%/rank-0.pt
-	@echo "== $@: reference of $(RANKS) ranks, $(STEPS) steps, seed $(SEED) is in $(RESULTS)/$@"
-
-$(REFERENCES): $(RESULTS)/cpu-%/rank-0.pt: $(RESULTS)/.settings-%
-	$(call run,cpu-$*,cpu,gloo,$(call script,$*,aot_eager))
-
-# $(call settings,VARIABLES,SCRIPTS): rewritten, and so newer than the run, only when one of them changes.
-define settings
-@mkdir -p "$(RESULTS)"
-@echo "$(1) steps=$(STEPS) seed=$(SEED) torch=$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))')" > $@.new
-@cksum $(2) >> $@.new
-@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+# $(call run,RUN,DEVICE,BACKEND,SCRIPT): launch all ranks. Rank 0 speaks here, every rank to its log.
+define run
+@echo "== $(1): $(RANKS) ranks, $(STEPS) steps on $(if $(filter cpu,$(2)),cpu,$(DEVICE_NAME)) with $(3)"
+@$(call clear_logs,$(1)); start=$$(date +%s); \
+$(LAUNCH) --standalone --nproc-per-node=$(RANKS) \
+  --log-dir "$(RESULTS)/logs/$(1)" --redirects 3 --tee 1 --local-ranks-filter 0 --log-line-prefix-template '   ' \
+  $(4) --device $(2) --backend $(3) --expected-world-size $(RANKS) \
+  --seed $(SEED) --steps $(STEPS) --output-dir "$(RESULTS)/$(1)" \
+&& echo "== $(1): $(RANKS) ranks completed in $$(($$(date +%s) - start)) s; logs in $(RESULTS)/logs/$(1)"
 endef
 
-$(SETTINGS): FORCE | $(ENVIRONMENT)
-	$(call settings,ranks=$(RANKS),$(SCRIPTS))
+# $(call clear_logs,RUN): remove what the launcher wrote for an earlier run, and nothing else.
+clear_logs = rm -rf $(RESULTS)/logs/$(1)/*/attempt_*; rmdir $(RESULTS)/logs/$(1)/* $(RESULTS)/logs/$(1) 2>/dev/null || true
 
-$(RESULTS)/.settings-oracle: FORCE | $(ENVIRONMENT)
-	$(call settings,,$(ORACLE_SCRIPTS))
-
-$(MODES:%=device-%): device-%: $(PREFLIGHT) | $(ENVIRONMENT)
-	$(call run,$*,$(DEVICE),$(BACKEND),$(call script,$*,$(COMPILE_BACKEND)))
-
+# The comparisons.
 $(MODES:%=compare-cpu-%): compare-cpu-%: $$(call oracle_dir,$$*)/rank-0.pt cpu-%
 	$(call compare_cpu,$*)
 
@@ -197,6 +177,34 @@ $(MODES:%=compare-%): compare-%: $$(call oracle_dir,$$*)/rank-0.pt | $(ENVIRONME
 	@[ -e "$(RESULTS)/cpu-$*/rank-0.pt" ] || { echo "error: no finished run in $(RESULTS)/cpu-$*: make cpu-$*" >&2; exit 2; }
 	@[ -e "$(RESULTS)/$*/rank-0.pt" ] || { echo "error: no finished run in $(RESULTS)/$*: make device-$*" >&2; exit 2; }
 	$(call compare_device,$*)
+
+compare_cpu = $(call compare,compare-cpu-$(1),$(call oracle_dir,$(1)),$(RESULTS)/cpu-$(1))
+compare_device = $(call compare,compare-$(1),$(RESULTS)/cpu-$(1),$(RESULTS)/$(1),--oracle-dir "$(call oracle_dir,$(1))")
+
+# $(call compare,NAME,REFERENCE,ACTUAL,MORE OPTIONS)
+define compare
+@echo "== $(1): $(3) with $(2)"
+@$(PYTHON) compare_training.py --reference-dir "$(2)" --actual-dir "$(3)" --world-size $(RANKS) $(4) --json "$(RESULTS)/$(1).json"
+endef
+
+# The settings of a run that is not repeated. The file is rewritten, and so newer than the run, only when one
+# of them changes. An oracle does not depend on the number of ranks.
+$(MODES:%=$(RESULTS)/.settings-%) $(RESULTS)/.settings-oracle: $(RESULTS)/.settings-%: FORCE | $(ENVIRONMENT) $(OURS)
+	@torch=$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))'); \
+	settings="$(if $(filter oracle,$*),,ranks=$(RANKS) )steps=$(STEPS) seed=$(SEED) torch=$$torch"; \
+	echo "$$settings" | cmp -s - $@ || echo "$$settings" > $@
+
+# The results folder. If make makes it, or finds it empty, make marks it. make clean removes no other folder.
+$(OURS):
+	@if [ -z "$$(ls -A "$(RESULTS)" 2>/dev/null)" ]; then \
+	  mkdir -p "$(RESULTS)" && echo 'make made this folder, and make clean removes all that is in it.' > $@; fi
+
+clean:
+	@if [ -e "$(RESULTS)" ] && [ ! -e $(OURS) ]; then \
+	  echo "error: $(RESULTS) was not made by make, so nothing was removed: remove or rename it yourself, then make clean" >&2; exit 2; fi
+	@if [ -e "$(RESULTS)" ]; then find "$(RESULTS)/" -mindepth 1 -delete && { rmdir "$(RESULTS)" 2>/dev/null || true; }; fi
+	@rm -rf .titan .standin .pytest_cache .ruff_cache
+	@rm -rf __pycache__ titan/__pycache__ tests/__pycache__ tests/*/__pycache__ tests/*/*/__pycache__
 
 report: | $(REPORT_ENVIRONMENT)
 	@files="$(foreach file,$(COMPARISONS),$$(ls $(file) 2>/dev/null))"; \
@@ -206,43 +214,38 @@ report: | $(REPORT_ENVIRONMENT)
 # TorchTitan. The wrappers choose the device by themselves: the vendor's recipes on a Neuron node.
 titan_variables = PYTHON=$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) RESULTS=$(RESULTS)
 
-titan-llama: | $(TITAN_ENVIRONMENT)
+titan-llama: | $(TITAN_ENVIRONMENT) $(OURS)
 	@$(titan_variables) titan/llama_fsdp64.sh $(TITAN_OPTIONS)
 
-titan-deepseek: | $(TITAN_ENVIRONMENT)
+titan-deepseek: | $(TITAN_ENVIRONMENT) $(OURS)
 	@$(titan_variables) titan/deepseek_tp4_fsdp16.sh $(TITAN_OPTIONS)
 
-titan-smoke: | $(TITAN_ENVIRONMENT)
+titan-smoke: | $(TITAN_ENVIRONMENT) $(OURS)
 	@DEVICE=cpu NGPU=4 $(titan_variables) titan/llama_fsdp64.sh --parallelism.tensor_parallel_degree=2
 	@DEVICE=cpu NGPU=4 $(titan_variables) titan/deepseek_tp4_fsdp16.sh
 	@echo "== titan-smoke: Llama 3 and DeepSeek-V3 trained at debug size on four ranks of the CPU, TP2 x FSDP2"
 
-titan-parity: | $(TITAN_ENVIRONMENT)
+titan-parity: | $(TITAN_ENVIRONMENT) $(OURS)
 	@$(PYTHON) titan/make_assets.py
 	@$(PYTHON) titan/parity.py --results "$(RESULTS)/titan-parity"
 
-titan-memory: | $(TITAN_ENVIRONMENT)
+titan-memory: | $(TITAN_ENVIRONMENT) $(OURS)
 	@$(PYTHON) titan/predict_memory.py --results "$(RESULTS)/titan-memory" $(MEMORY_OPTIONS)
 
-.venv/installed: requirements.txt
+$(VENV)/installed: requirements.txt
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "error: $(BASE_PYTHON) is Python %d.%d, 3.11 or newer is needed: make BASE_PYTHON=python3.12" % v[:2])'
-	@echo "== installing torch into .venv, once: some minutes, some GB"
-	@$(BASE_PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements.txt
+	@echo "== installing torch into $(VENV), once: some minutes, some GB"
+	@$(BASE_PYTHON) -m venv $(VENV)
+	@$(pip_install) $<
 	@touch $@
 
-.venv/installed-report: requirements-report.txt .venv/installed
-	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements-report.txt
+$(VENV)/installed-%: requirements-%.txt $(VENV)/installed
+	@echo "== installing $< into $(VENV), once"
+	@$(pip_install) $<
 	@touch $@
 
-.venv/installed-titan: requirements-titan.txt .venv/installed
-	@echo "== installing TorchTitan into .venv, once"
-	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements-titan.txt
-	@touch $@
-
-.venv/installed-dev: requirements-dev.txt requirements-report.txt .venv/installed
-	@.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
-	@touch $@
+$(VENV)/installed-dev: requirements-report.txt # which it includes
+pip_install = $(VENV)/bin/python -m pip install -q --disable-pip-version-check -r
 
 test: | $(DEV_ENVIRONMENT)
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || { echo "error: $(PYTHON) has no pytest: pip install -r requirements-dev.txt" >&2; exit 2; }
@@ -268,21 +271,3 @@ format: | $(DEV_ENVIRONMENT)
 bench: | $(ENVIRONMENT)
 	$(PYTHON) tests/bench_launch.py --ranks $(RANKS)
 	$(PYTHON) tests/bench_launch.py --ranks 8 --beside-torchrun # as many as fit without shared memory
-
-# Only what was written here: RESULTS may be a folder that holds more.
-RUNS := $(MODES) $(MODES:%=cpu-%) oracle-eager oracle-simplefsdp
-clean:
-	@for file in $(foreach run,$(RUNS),$(RESULTS)/$(run)/rank-[0-9]*.pt*); do \
-	  if head -c 1024 $$file 2>/dev/null | LC_ALL=C grep -aq parity-record; then rm -f $$file; fi; done
-	@for file in $(COMPARISONS) $(RESULTS)/report.html; do \
-	  if grep -aqsE 'parity-comparison|report_training' $$file; then rm -f $$file; fi; done
-	@$(foreach run,$(RUNS),$(call clear_logs,$(run)); )true
-	@rm -f $(SETTINGS) $(RESULTS)/.settings-oracle
-	@$(foreach run,$(basename $(notdir $(wildcard titan/*.sh))),rm -rf $(RESULTS)/titan/$(run) \
-	  $(RESULTS)/titan/$(run).log $(RESULTS)/titan/$(run).log.neuron-monitor $(RESULTS)/titan/logs/$(run); )true
-	@for made in .titan/.made-by-make_assets $(RESULTS)/titan-parity/*/.made-by-parity; do \
-	  if [ -e $$made ]; then rm -rf $$(dirname $$made); fi; done
-	@rm -f $(RESULTS)/titan-memory/????????????????.json
-	@rmdir $(RESULTS)/titan/logs $(RESULTS)/titan $(RESULTS)/titan-parity $(RESULTS)/titan-memory 2>/dev/null || true
-	@rmdir $(foreach run,$(RUNS),$(RESULTS)/$(run)) $(RESULTS)/logs $(RESULTS) 2>/dev/null || true
-	@rm -rf .standin .pytest_cache .ruff_cache __pycache__ tests/__pycache__ tests/silent_bugs/__pycache__ titan/__pycache__ tests/titan_training/__pycache__

@@ -2,11 +2,12 @@
 
 import os
 import re
+import shutil
 import sys
 from functools import partial
 
 import pytest
-from conftest import copy_scripts, run
+from conftest import ROOT, copy_scripts, run
 
 MODES = ("ddp", "fsdp", "tp", "simplefsdp-tp")
 
@@ -61,23 +62,92 @@ def test_a_modes_chain_and_what_is_not_run_again(make):
     assert launches("STEPS=1")  # the run with these settings did not finish
     last.touch()
     assert not launches("STEPS=1")
-    script = make.directory / "distributed_train.py"
-    script.touch()
-    assert not launches("STEPS=1")
-    script.write_text(script.read_text() + "# changed\n")
-    os.utime(script, (0, 0))  # as cp -p may do: newer content under an older date
-    assert launches("STEPS=1")
-    last.touch()
+    for script in ("distributed_train.py", "training_common.py", "launch.py"):
+        (make.directory / script).touch()
+        assert launches("STEPS=1"), script
+        last.touch()
+        assert not launches("STEPS=1")
+    assert completed(make("cpu-fsdp", "LAUNCH=echo")) == ["cpu-fsdp"]  # with other settings
     assert not launches("STEPS=1")
     last.unlink()  # a run that was cut off has no rank-0.pt, whatever else it wrote
     assert launches("STEPS=1")
 
-    for name in ("keep.txt", "ddp/rank-7.pt", "logs/thesis.txt"):
-        (make.directory / "results" / name).write_text("mine")
-    done = make("clean")
+
+def test_oracle_is_made_again_when_its_settings_or_its_script_change(make):
+    def computes(*settings):
+        done = make("oracle", *settings)
+        assert done.status == 0, done.err
+        return re.findall(r"^== (\S+): \d steps in float64", done.out, re.MULTILINE)
+
+    both = ["oracle-eager", "oracle-simplefsdp"]
+    assert computes() == both
+    assert computes("RANKS=4") == []
+    assert computes("STEPS=1") == both
+    assert computes("STEPS=1") == []
+    (make.directory / "oracle_train.py").touch()
+    assert computes("STEPS=1") == both
+
+
+def write(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("mine")
+    return path
+
+
+def files(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+@pytest.mark.parametrize("arguments", [(), ("RESULTS=results-2",), ("RESULTS=results/second",)])
+def test_clean_removes_what_make_made(make, arguments):
+    before = files(make.directory)
+    other = write(make.directory / "another" / "thesis.txt")
+    assert make("cpu-ddp", "LAUNCH=echo", *arguments).status == 0
+    results = make.directory / (arguments or ("RESULTS=results",))[0].partition("=")[2]
+    assert (results / "made-by-make.txt").exists()
+    for path in (
+        "ddp/rank-0.pt",
+        "logs/ddp/1/0.log",
+        "titan/x.log",
+        "titan-parity/x/y",
+        "titan-memory/z.json",
+    ):
+        write(results / path)
+    for path in (".titan/tokenizer/x", ".standin/x", ".pytest_cache/x", "tests/silent_bugs/__pycache__/x"):
+        write(make.directory / path)
+    done = make("clean", *arguments)
     assert (done.status, done.out, done.err) == (0, "", "")
-    left = [path for path in (make.directory / "results").rglob("*") if path.is_file()]
-    assert sorted(path.name for path in left) == ["keep.txt", "rank-7.pt", "thesis.txt"]
+    assert files(make.directory) == before | {"another/thesis.txt"}
+    assert not results.exists() and other.exists()
+    assert make("clean", *arguments).status == 0  # nothing is there
+
+
+@pytest.mark.parametrize("folder", ["results", "mine"])
+@pytest.mark.parametrize("used", [False, True])
+def test_clean_refuses_a_folder_with_files_from_before(make, folder, used):
+    write(make.directory / folder / "thesis.txt")
+    write(make.directory / ".titan" / "x")
+    if used:
+        assert make("cpu-ddp", "LAUNCH=echo", f"RESULTS={folder}").status == 0
+    before = files(make.directory)
+    done = make("clean", f"RESULTS={folder}")
+    assert done.status == 2 and done.out == ""
+    assert done.err.startswith(
+        f"error: {folder} was not made by make, so nothing was removed: remove or rename"
+    )
+    assert len([line for line in done.err.splitlines() if not line.startswith("make: ***")]) == 1
+    assert files(make.directory) == before
+
+
+def test_empty_folder_becomes_makes_own_also_behind_a_link(make):
+    (make.directory / "disk").mkdir()
+    (make.directory / "results").symlink_to("disk")
+    assert make("cpu-ddp", "LAUNCH=echo").status == 0
+    write(make.directory / "elsewhere" / "thesis.txt")
+    (make.directory / "results" / "link").symlink_to(make.directory / "elsewhere")
+    assert make("clean").status == 0
+    assert list((make.directory / "disk").iterdir()) == []
+    assert (make.directory / "elsewhere" / "thesis.txt").exists()
 
 
 def test_parallel_make_runs_one_after_the_other(make):
@@ -165,22 +235,51 @@ def test_backends_follow_from_the_device(make, settings, backend, compile_backen
     assert "--compile-backend aot_eager" in reference and "--device cpu --backend gloo" in reference
 
 
-def test_without_torch_neuronx_the_device_is_the_cpu(make):
-    assert "DEVICE=cpu BACKEND=gloo COMPILE_BACKEND=aot_eager" in make("help").out
+@pytest.mark.parametrize(
+    ("version", "default", "name"),
+    [
+        (None, "cpu", "neuron"),
+        ("2.14.3.0", "neuron", "neuron"),
+        ("2.13.9", "cpu", "neuron"),
+        ("2.14.0+standin", "cpu", "the stand-in for Neuron"),
+    ],
+)
+def test_device_and_its_name_follow_from_torch_neuronx(make, version, default, name):
+    packages = make.directory / "packages"
+    if version:
+        metadata = write(packages / f"torch_neuronx-{version}.dist-info" / "METADATA")
+        metadata.write_text(f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {version}\n")
+    device = partial(make, PYTHONPATH=str(packages))
+    assert f" DEVICE={default} " in device("help").out
+    assert f" DEVICE={default} " in device("help", DEVICE="").out
+    assert " DEVICE=cuda " in device("help", DEVICE="cuda").out
+    printed = device("-n", "ddp", "all-parity", "DEVICE=neuron").out
+    assert f"== ddp: 2 ranks, 2 steps on {name} with neuron" in printed
+    assert f"and with the CPU on {name}, 2 ranks" in printed
+    assert "== cpu-ddp: 2 ranks, 2 steps on cpu with gloo" in printed
 
 
-def test_environment_of_the_runs_is_the_tutorials(make):
+def test_unknown_device(make):
+    done = make("ddp", "DEVICE=tpu")
+    assert done.status == 2
+    assert "DEVICE is 'tpu': cpu, neuron or cuda" in done.err
+
+
+UNSET = ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "TORCH_NEURONX_ENABLE_STREAMS")
+SET = {"NEURON_LOGICAL_NC_CONFIG": "2", "TORCH_NEURONX_ENABLE_HOST_CC": "0", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("given", [{}, dict.fromkeys(SET, "7")], ids=["by default", "on the command line"])
+def test_environment_of_the_runs_is_the_tutorials(make, given):
     (make.directory / "show.py").write_text("import os\nprint(sorted(os.environ.items()))\n")
-    unset = ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "TORCH_NEURONX_ENABLE_STREAMS")
-    done = make("device-ddp", f"LAUNCH={sys.executable} show.py", **dict.fromkeys(unset, "1"))
-    for name, value in (
-        ("NEURON_LOGICAL_NC_CONFIG", "2"),
-        ("TORCH_NEURONX_ENABLE_HOST_CC", "0"),
-        ("OMP_NUM_THREADS", "1"),
-    ):
-        assert f"('{name}', '{value}')" in done.out
-    for name in unset:
-        assert name not in done.out
+    inherited = dict.fromkeys((*UNSET, *SET), "5")
+    arguments = [f"{name}={value}" for name, value in given.items()]
+    for target in ("device-ddp", "cpu-ddp"):
+        done = make(target, f"LAUNCH={sys.executable} show.py", *arguments, **inherited)
+        for name, value in (SET | given).items():
+            assert f"('{name}', '{value}')" in done.out
+        for name in UNSET:
+            assert f"'{name}'" not in done.out
 
 
 def test_old_python_is_refused_in_one_line(make):
@@ -205,3 +304,64 @@ def test_active_environment_with_torch_is_used_as_it_is(make):
     assert "PYTHON=python LAUNCH=" in active.out
     inactive = help_with(VIRTUAL_ENV="", CONDA_PREFIX="", PYTHONPATH=site)
     assert "PYTHON=.venv/bin/python LAUNCH=" in inactive.out
+
+
+@pytest.fixture
+def base_python(make):
+    """A Python whose environments log what pip is to install, and fail at the file that FAILS names."""
+    for path in ROOT.glob("requirements*.txt"):
+        shutil.copy(path, make.directory)
+    python = make.directory / "base-python"
+    python.write_text(
+        """#!/bin/sh
+case "$1" in
+-c) exit 0 ;;
+-m) mkdir -p "$3/bin"; echo "made $3" >> log; ln -sf "$PWD/base-pip" "$3/bin/python" ;;
+esac
+"""
+    )
+    pip = make.directory / "base-pip"
+    pip.write_text(
+        """#!/bin/sh
+[ "$1 $2 $3" = "-m pip install" ] || exit 1
+for file in "$@"; do :; done
+echo "$file" >> log
+[ "$file" != "$FAILS" ]
+"""
+    )
+    for path in (python, pip):
+        path.chmod(0o755)
+
+    def call(*targets, **environment):
+        (make.directory / "log").write_text("")
+        variables = ["PYTHON=python3", f"BASE_PYTHON={python}"]
+        done = run("make", "--no-print-directory", *variables, *targets, cwd=make.directory, **environment)
+        return done, (make.directory / "log").read_text().splitlines()
+
+    return call
+
+
+def test_environment_is_made_once_with_what_is_asked_for(make, base_python):
+    done, log = base_python(".venv/installed-dev")
+    assert done.status == 0, done.err
+    assert log == ["made .venv", "requirements.txt", "requirements-dev.txt"]
+    assert done.out.startswith("== installing torch into .venv, once: some minutes, some GB\n")
+    assert "== installing requirements-dev.txt into .venv, once\n" in done.out
+    everything = [f".venv/installed{name}" for name in ("", "-dev", "-report", "-titan")]
+    assert base_python(*everything)[1] == ["requirements-report.txt", "requirements-titan.txt"]
+    assert base_python(*everything)[1] == []
+    (make.directory / "requirements-report.txt").touch()  # a part of requirements-dev.txt
+    assert base_python(*everything)[1] == ["requirements-dev.txt", "requirements-report.txt"]
+    assert base_python("VENV=second", "second/installed")[1] == ["made second", "requirements.txt"]
+
+
+@pytest.mark.parametrize("fails", ["requirements.txt", "requirements-dev.txt"])
+def test_failed_installation_is_tried_again(make, base_python, fails):
+    done, log = base_python(".venv/installed-dev", FAILS=fails)
+    assert done.status == 2 and log[-1] == fails
+    assert not (
+        make.directory / fails.replace("requirements", ".venv/installed").removesuffix(".txt")
+    ).exists()
+    done, log = base_python(".venv/installed-dev")
+    assert done.status == 0 and fails in log
+    assert (make.directory / ".venv/installed-dev").exists()
