@@ -59,11 +59,8 @@ $(error RESULTS is '$(RESULTS)': name one directory, without spaces)
 endif
 
 MODES := ddp fsdp tp simplefsdp-tp
-SCRIPTS := training_common.py distributed_train.py simplefsdp_tp_train.py launch.py
-ORACLE_SCRIPTS := training_common.py oracle_train.py
 # Lies in a results folder that make made.
 OURS := $(RESULTS)/made-by-make.txt
-COMPARISONS := $(MODES:%=$(RESULTS)/compare-cpu-%.json) $(MODES:%=$(RESULTS)/compare-%.json)
 TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-memory titan-test
 
 .PHONY: help all-parity preflight preflight-quiet oracle report test neuron-test silent-bugs lint format bench clean FORCE
@@ -123,6 +120,7 @@ endif
 
 # The oracle. The bias-free model of simplefsdp-tp has one of its own.
 oracle_dir = $(RESULTS)/oracle-$(if $(filter simplefsdp-tp,$(1)),simplefsdp,eager)
+ORACLE_SCRIPTS := training_common.py oracle_train.py
 ORACLES := $(RESULTS)/oracle-eager/rank-0.pt $(RESULTS)/oracle-simplefsdp/rank-0.pt
 
 oracle: $(ORACLES)
@@ -132,6 +130,7 @@ $(ORACLES): $(RESULTS)/oracle-%/rank-0.pt: $(RESULTS)/.settings-oracle $(ORACLE_
 	@$(PYTHON) oracle_train.py --model $* --seed $(SEED) --steps $(STEPS) --output-dir "$(RESULTS)/oracle-$*" > /dev/null
 
 # The CPU run. rank-0.pt is written last: where it stands, the run is complete.
+SCRIPTS := training_common.py distributed_train.py simplefsdp_tp_train.py launch.py
 REFERENCES := $(MODES:%=$(RESULTS)/cpu-%/rank-0.pt)
 
 $(MODES:%=cpu-%): cpu-%: $(RESULTS)/cpu-%/rank-0.pt
@@ -205,6 +204,8 @@ clean:
 	@if [ -e "$(RESULTS)" ]; then find "$(RESULTS)/" -mindepth 1 -delete && { rmdir "$(RESULTS)" 2>/dev/null || true; }; fi
 	@rm -rf .titan .standin .pytest_cache .ruff_cache
 	@rm -rf __pycache__ titan/__pycache__ tests/__pycache__ tests/*/__pycache__ tests/*/*/__pycache__
+
+COMPARISONS := $(MODES:%=$(RESULTS)/compare-cpu-%.json) $(MODES:%=$(RESULTS)/compare-%.json)
 
 report: | $(REPORT_ENVIRONMENT)
 	@files="$(foreach file,$(COMPARISONS),$$(ls $(file) 2>/dev/null))"; \
