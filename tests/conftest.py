@@ -55,6 +55,18 @@ def launch(ranks: int, logs: Path, *script, **options) -> SimpleNamespace:
     return run(*command, "--log-dir", logs, "--redirects", "3", *script, **options)
 
 
+def read_logs(folder: Path, stream: str = "stderr") -> str:
+    """Return what all ranks wrote to a stream of theirs."""
+    return "".join(path.read_text() for path in folder.rglob(f"{stream}.log"))
+
+
+def refusal(done: SimpleNamespace) -> str:
+    """Return the line in which a command says why it refuses its input: status 2, nothing else on stderr."""
+    assert done.status == 2, done.out + done.err
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
+    return done.err
+
+
 def cpu_options(ranks: int, output: Path, steps: int = STEPS) -> list[str]:
     """Return the options of a CPU run."""
     options = (
@@ -72,8 +84,8 @@ def copy_run(source: Path, target: Path) -> Path:
 
 def copy_scripts(target: Path) -> None:
     """Copy what make needs to run the scripts from another folder."""
-    for name in ("Makefile", "requirements.txt", *(path.name for path in ROOT.glob("*.py"))):
-        shutil.copy(ROOT / name, target)
+    for path in (ROOT / "Makefile", ROOT / "requirements.txt", *ROOT.glob("*.py"), *ROOT.glob("*.html")):
+        shutil.copy(path, target)
 
 
 def edit(directory, rank, change):
@@ -107,8 +119,7 @@ def runs(tmp_path_factory):
                 options += cpu_options(RANKS, directory)
                 script = ROOT / "tests" / "observe.py", ROOT / script
                 done = launch(RANKS, logs, *script, *options, OBSERVED=str(folder))
-                stderr = "".join(path.read_text() for path in logs.rglob("stderr.log"))
-                assert done.status == 0, done.err + stderr
+                assert done.status == 0, done.err + read_logs(logs)
                 (folder / "done").touch()
         imported = {name for path in folder.glob("imports-*") for name in path.read_text().split()}
         stdout = [path.read_text() for path in logs.rglob("stdout.log")]
