@@ -8,12 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import RANKS, ROOT, refusal, run
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 import report_training  # noqa: E402  (it is of no use without the two)
 
+TOLERANCE = {"rtol": None, "atol": None, "norm_eps": None, "element_eps": 64.0, "default_norm_eps": 16.0}
 VOID = {"meta", "path", "use", "image", "rect"}
 
 
@@ -39,7 +40,7 @@ def comparison(actual="cpu", reference="cpu", ranks=4, steps=2, **changes):
         "actual": described(actual),
         "oracle": None,
         "differences": [],
-        "tolerance": {"rtol": None, "atol": None, "norm_eps": 16.0, "element_eps": 64.0},
+        "tolerance": TOLERANCE,
         "losses": [{"step": step, **losses} for step in range(1, steps + 1)],
         "kinds": [{"kind": "gradients", **errors}] if reference else [],
         "tensors": [tensor] if reference else [],
@@ -103,22 +104,18 @@ class Page(HTMLParser):
         return " ".join(self.words.split())
 
 
-def page(directory, *comparisons):
-    """Write the page of some comparisons, alone in a directory, and parse it; .source is its text."""
-    path = directory / "report.html"
-    report_training.write_report(list(comparisons), path)
-    assert [entry.name for entry in directory.iterdir()] == ["report.html"]
-    source = path.read_text(encoding="utf-8")
+def page(*comparisons):
+    """Return the page of some comparisons, parsed; .source is its text."""
+    source = report_training.make_page(list(comparisons))
     parsed = Page(source)
     parsed.source = source
     return parsed
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory):
+def three():
     """A page of three comparisons: one passed, one failed, one without a reference."""
-    comparisons = comparison(), failed(), comparison(reference=None)
-    return page(tmp_path_factory.mktemp("three"), *comparisons)
+    return page(comparison(), failed(), comparison(reference=None))
 
 
 @pytest.fixture
@@ -128,21 +125,18 @@ def no_figures(monkeypatch):
         monkeypatch.setattr(report_training, name, lambda comparison, prefix: ("<svg></svg>", "caption"))
 
 
-def report(tmp_path, content, **environment):
-    """Run the command line on a file with this content."""
-    path, output = tmp_path / "compare.json", tmp_path / "report.html"
-    path.write_text(content)
-    command = (sys.executable, ROOT / "report_training.py", path, "--output", output)
-    return run(*command, **environment), output
+@pytest.fixture
+def report(tmp_path, call):
+    """A function that runs the command line on files with these contents: done and the page's path."""
 
+    def run_main(*contents, output=tmp_path / "report.html"):
+        paths = [tmp_path / f"compare-{index}.json" for index in range(len(contents))]
+        for path, content in zip(paths, contents, strict=True):
+            if content is not None:
+                path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return call(report_training.main, *paths, "--output", output), output
 
-def refused(monkeypatch, capsys, *arguments):
-    """Run main, which has to refuse; return its one line on stderr."""
-    monkeypatch.setattr(sys, "argv", ["report_training.py", *map(str, arguments)])
-    assert report_training.main() == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-    return err
+    return run_main
 
 
 def test_overview(three):
@@ -151,8 +145,8 @@ def test_overview(three):
     assert three.tags.count("figure") == three.tags.count("svg") == len(three.values("aria-label")) == 5
 
 
-def test_pass(tmp_path):
-    made = page(tmp_path, comparison())
+def test_pass():
+    made = page(comparison())
     assert "The run agrees with its reference on 4 ranks in 2 steps." in made.text
     assert "Of 12 cells: 4 bitwise equal, 0 above 1 (failed), 0 not finite." in made.text
     assert "gradients 0 8 2.1 0.13 1e-07 2.1 0.weight 0 8 2.1 0.13 1e-07 2.1 3 2" in made.text
@@ -169,9 +163,9 @@ def test_fail_names_cause_and_first_divergence(three):
     assert "key reference actual device cpu neuron" in text
 
 
-def test_cause_unknown_before_training(tmp_path, no_figures):
+def test_cause_unknown_before_training(no_figures):
     first = failed()["first"] | {"step": 0, "check": "ranks agree", "ranks": [2]}
-    text = page(tmp_path, failed(first=first, cause=None)).text
+    text = page(failed(first=first, cause=None)).text
     assert "Where before training, gradients 0.weight Ranks 2 Check invariant: ranks agree" in text
     assert "Likely cause: none of the known ones fits; start from the first divergence." in text
 
@@ -182,32 +176,34 @@ def test_no_reference(three):
     assert "Invariants" in text and "Tensors" not in text and "environment" not in text
 
 
-def test_neuron_is_named_only_if_it_was_checked(tmp_path, no_figures):
+def test_neuron_is_named_only_if_it_was_checked(no_figures):
     runs = ("cpu", "cpu"), ("cuda", "cpu"), ("cpu", None), ("cpu", "oracle")
-    made = page(tmp_path, *(comparison(*labels) for labels in runs))
+    made = page(*(comparison(*labels) for labels in runs))
     assert "neuron" not in made.source.lower()
     assert made.text.count("No accelerator was checked.") == 3
-    checked = [report_training.checked(comparison(*run)) for run in (("neuron", "cpu"), ("cpu", "neuron"))]
+    checked = [
+        report_training.describe_devices(comparison(*run)) for run in (("neuron", "cpu"), ("cpu", "neuron"))
+    ]
     assert checked[0] == "Checked: a run on Neuron. Reference: a run on a CPU."
     assert checked[1] == "Checked: a run on a CPU. Reference: a run on Neuron. No accelerator was checked."
 
 
-def test_oracle(tmp_path):
+def test_oracle():
     made = comparison("neuron", oracle=comparison("oracle")["actual"])
     made["oracle_errors"] = [{"kind": "gradients", "reference_eps": 2.0, "actual_eps": 2.5, "ratio": 1.25}]
     for loss in made["losses"]:
         loss["oracle"] = 0.7499
-    text = page(tmp_path, made).text
+    text = page(made).text
     assert "gradients 2 2.5 1.25" in text and "|reference - oracle|" in text
 
 
-def test_not_finite(tmp_path):
+def test_not_finite():
     made = failed(scores=[[0.0, None, None]] * 4)
     made["losses"][1]["actual"] = None
     for row in made["kinds"] + made["tensors"]:
         row |= dict.fromkeys(("eps", "score", "needed_rtol", "needed_norm_eps"))
         row["mismatched"] = 4
-    text = page(tmp_path, made).text
+    text = page(made).text
     assert "ddp FAIL cpu → neuron not finite 4 2" in text
     assert "0.weight 4 8 not finite not finite none none 3 2" in text
     assert "8 not finite." in text and "not finite: failed" in text and "a loss not finite" in text
@@ -216,20 +212,15 @@ def test_not_finite(tmp_path):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (
-            {},
-            "rtol 64 eps, atol rtol x the largest magnitude in the tensor; norm of a tensor's error: at most",
-        ),
-        ({"rtol": 1e-5, "norm_eps": None}, "rtol 1e-05, atol rtol x"),
-        (
-            {"atol": 1e-6, "norm_eps": None, "default_norm_eps": 16.0},
-            "atol 1e-06; norm of a tensor's error: not",
-        ),
-        ({"norm_eps": None, "default_norm_eps": 16.0}, "norm of a tensor's error: at most 16 eps."),
+        ({}, "rtol 64 eps, atol rtol x the largest magnitude in the tensor; norm of"),
+        ({}, "norm of a tensor's error: at most 16 eps."),
+        ({"rtol": 1e-5}, "rtol 1e-05, atol rtol x the largest magnitude in the tensor; norm of"),
+        ({"atol": 1e-6}, "atol 1e-06; norm of a tensor's error: not judged."),
+        ({"rtol": 1e-5, "norm_eps": 8.0}, "norm of a tensor's error: at most 8 eps."),
     ],
 )
 def test_tolerance(given, words):
-    assert words in report_training.allowed(comparison()["tolerance"] | given)
+    assert words in report_training.describe_tolerance(TOLERANCE | given)
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 1), (128, 30)])
@@ -240,12 +231,14 @@ def test_sizes(ranks, steps):
     assert len(svg) < 300_000
 
 
-def test_text_is_escaped(tmp_path, no_figures):
+def test_text_is_escaped(report, no_figures):
     evil = '<script>alert("1")</script> & </svg> {{ c }} \ud800'
     made = failed(cause=evil, created=evil)
     made["tensors"][0]["name"] = made["first"]["name"] = made["first"]["message"] = evil
     made["differences"][0]["actual"] = made["actual"]["directory"] = made["actual"]["metadata"]["mode"] = evil
-    parsed = page(tmp_path, made)
+    done, output = report(made)
+    assert (done.status, done.err) == (0, "")
+    parsed = Page(output.read_text(encoding="utf-8"))
     assert "script" not in parsed.tags and parsed.text.count(evil.replace("\ud800", r"\ud800")) >= 7
 
 
@@ -266,29 +259,41 @@ def test_ids_are_unique_and_point_somewhere(three):
     assert {"c1", "c2", "c3"} <= set(used) <= set(ids)
 
 
-def test_command_line_writes_the_same_page(tmp_path):
-    # As another tool might write it: NaN is no JSON, but Python's own reader and writer know it.
-    done, output = report(tmp_path, json.dumps(failed()).replace("300.0", "NaN"))
+def test_command_line_writes_the_same_page_each_time(tmp_path):
+    path, output = tmp_path / "compare.json", tmp_path / "report.html"
+    path.write_text(json.dumps(failed()))
+    done = run(sys.executable, ROOT / "report_training.py", path, "--output", output)
     assert (done.status, done.err) == (0, "")
     assert done.out == f"{output} written, 1 comparison: 0 PASS, 1 FAIL\n"
-    assert not list(tmp_path.glob(".*"))
-    here = tmp_path / "here"
-    here.mkdir()
-    scores = failed()["scores"][:3] + [[0.0, 0.5, None]]
-    assert page(here, failed(scores=scores)).source == output.read_text(encoding="utf-8")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["compare.json", "report.html"]
+    assert page(failed()).source == output.read_text(encoding="utf-8")
+
+
+def test_real_comparison(runs, compare, report, no_figures, tmp_path):
+    written = tmp_path / "ddp.json"
+    done = compare("--actual-dir", runs("ddp").directory, "--world-size", RANKS, "--json", written)
+    assert done.status == 0, done.err
+    done, output = report(written.read_text())
+    assert (done.status, done.err) == (0, "")
+    assert "Every invariant holds on 4 ranks in 3 steps." in Page(output.read_text(encoding="utf-8")).text
 
 
 def test_missing_package(tmp_path):
+    path, output = tmp_path / "compare.json", tmp_path / "report.html"
+    path.write_text(json.dumps(comparison()))
     missing = tmp_path / "shadow"
     missing.mkdir()
     (missing / "jinja2.py").write_text('raise ModuleNotFoundError("no jinja2", name="jinja2")')
-    done, output = report(tmp_path, json.dumps(comparison()), PYTHONPATH=str(missing))
-    assert (done.status, done.out, output.exists()) == (2, "", False)
-    assert done.err == "error: jinja2 is missing, the page needs it; pip install -r requirements-report.txt\n"
+    command = (sys.executable, ROOT / "report_training.py", path, "--output", output)
+    done = run(*command, PYTHONPATH=str(missing))
+    wanted = "error: jinja2 is missing, the page needs it; pip install -r requirements-report.txt\n"
+    assert refusal(done) == wanted and not output.exists()
 
 
-def without(key):
-    return {name: value for name, value in comparison().items() if name != key}
+def test_missing_template(report, monkeypatch, tmp_path):
+    monkeypatch.setattr(report_training, "TEMPLATE", tmp_path / "report_training.html")
+    line = refusal(report(comparison())[0])
+    assert line.endswith("report_training.html is missing; copy it with report_training.py\n")
 
 
 @pytest.mark.parametrize(
@@ -297,36 +302,58 @@ def without(key):
         (None, "cannot be read: No such file"),
         ("", "empty, cut off or no JSON"),
         (json.dumps(comparison())[:-9], "empty, cut off or no JSON"),
-        ("[]", "another schema, 'list'"),
-        (comparison(schema="parity-comparison-9"), "another schema, 'parity-comparison-9'"),
-        (without("tensors"), "comparison lacks tensors"),
-        (comparison(verdict="MAYBE"), "verdict is 'MAYBE'"),
-        (comparison(actual="$\\frac$"), "label is none of oracle, cpu, neuron, cuda"),
-        (comparison(scores=[[0.0]]), "scores is not 3 numbers for each of 4 ranks"),
-        (comparison(losses=[{"step": 1}]), "losses[0] lacks reference, actual"),
-        (comparison(findings="many"), 'findings is "many"'),
-        (comparison(kinds={}), "kinds is no list"),
-        (comparison(first=[]), "first is no object"),
+        ("[]", "of another schema, None"),
+        (comparison(schema="parity-comparison-9"), "of another schema, 'parity-comparison-9'"),
     ],
 )
-def test_bad_input(tmp_path, monkeypatch, capsys, content, problem):
-    path, output = tmp_path / "compare.json", tmp_path / "report.html"
-    if content is not None:
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-    line = refused(monkeypatch, capsys, path, "--output", output)
-    assert line.startswith(f"error: {path} ") and problem in line
-    assert "compare_training.py --json" in line and not output.exists()
+def test_input_of_another_kind(report, tmp_path, content, problem):
+    done, output = report(content)
+    line = refusal(done)
+    assert line.startswith(f"error: {tmp_path / 'compare-0.json'} ") and problem in line
+    assert "expected parity-comparison-1" in line and "compare_training.py --json" in line
+    assert done.out == "" and not output.exists()
 
 
-def test_output_that_cannot_be_written(tmp_path, monkeypatch, capsys, no_figures):
-    path = tmp_path / "compare.json"
-    path.write_text(json.dumps(comparison()))
-    assert "also an input" in refused(monkeypatch, capsys, path, "--output", path)
-    assert "cannot be written" in refused(monkeypatch, capsys, path, "--output", tmp_path / "no" / "r.html")
-    assert "cannot be written" in refused(monkeypatch, capsys, path, "--output", path / "r.html")
+@pytest.mark.parametrize("key", sorted(set(comparison()) - {"schema"}))
+def test_comparison_that_lacks_something(report, no_figures, tmp_path, key):
+    damaged = failed()
+    del damaged[key]
+    done, output = report(damaged)
+    line = refusal(done)
+    assert line.startswith(f"error: {tmp_path / 'compare-0.json'} is damaged: ") and key in line
+    assert line.endswith("; compare the runs again\n") and not output.exists()
 
 
-def test_earlier_page_stays_whole_if_writing_fails(tmp_path, monkeypatch, no_figures):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kinds": None},
+        {"kinds": [{"kind": "gradients"}]},
+        {"first": {"step": 1}},
+        {"tolerance": {}},
+        {"actual": {"label": "$", "directory": "results", "metadata": {"mode": "ddp"}}},
+    ],
+)
+def test_damaged_comparison_among_others(report, no_figures, change):
+    done, output = report(failed(**change), comparison())
+    assert "error: one of " in refusal(done) and "compare-1.json is damaged: " in done.err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("change", [{"losses": [{"step": 1}]}, {"scores": [[0.0], [0.0, 1.0]]}])
+def test_damaged_figures(report, change):
+    done, output = report(comparison(**change))
+    assert "compare-0.json is damaged: " in refusal(done) and not output.exists()
+
+
+def test_output_that_cannot_be_written(report, tmp_path, no_figures):
+    path = tmp_path / "compare-0.json"
+    assert "also an input" in refusal(report(comparison(), output=path)[0])
+    assert "cannot be written" in refusal(report(comparison(), output=tmp_path / "no" / "r.html")[0])
+    assert "cannot be written" in refusal(report(comparison(), output=path / "r.html")[0])
+
+
+def test_earlier_page_stays_whole_if_writing_fails(report, tmp_path, monkeypatch, no_figures):
     path = tmp_path / "report.html"
     path.write_text("earlier")
 
@@ -335,6 +362,6 @@ def test_earlier_page_stays_whole_if_writing_fails(tmp_path, monkeypatch, no_fig
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(report_training.InputError, match="No space left"):
-        report_training.write_report([comparison()], path)
-    assert path.read_text() == "earlier" and [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+    assert "No space left" in refusal(report(comparison())[0])
+    assert path.read_text() == "earlier"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["compare-0.json", "report.html"]
