@@ -117,7 +117,7 @@ def runs(tmp_path_factory):
                 folder.mkdir(exist_ok=True)
                 script, *options = SCRIPTS[mode]
                 options += cpu_options(RANKS, directory)
-                script = ROOT / "tests" / "observe.py", ROOT / script
+                script = ROOT / "tests" / "tools" / "observe.py", ROOT / script
                 done = launch(RANKS, logs, *script, *options, OBSERVED=str(folder))
                 assert done.status == 0, done.err + read_logs(logs)
                 (folder / "done").touch()

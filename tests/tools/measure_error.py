@@ -1,6 +1,6 @@
 """Measure the error of clean float32 CPU runs against the oracle: the ground of the default tolerances.
 
-    python tests/measure_error.py --ranks 4 8 16 64 --seeds 20 --steps 10
+    python tests/tools/measure_error.py --ranks 4 8 16 64 --seeds 20 --steps 10
 
 Prints, for each mode and rank count, the worst of all ranks, steps and seeds: by kind of tensor the
 norm-wise error in eps, the element-wise one in eps of |r| + max |r|, and the largest share of the
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 SCRIPTS = {
     "ddp": ("distributed_train", ["--parallelism", "ddp"]),

@@ -1,6 +1,6 @@
 """Run a training script and write down its process id and the modules of torch that it imported itself.
 
-launch.py ... tests/observe.py SCRIPT OPTIONS..., with OBSERVED naming a folder, gives
+launch.py ... tests/tools/observe.py SCRIPT OPTIONS..., with OBSERVED naming a folder, gives
 pid-<rank> at the start and imports-<rank> at the end.
 """
 
