@@ -9,13 +9,13 @@ from conftest import ROOT, cpu_options, launch
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A function that trains tests/other_model.py on some ranks, with a mistake or without."""
+    """A function that trains tests/tools/other_model.py on some ranks, with a mistake or without."""
     made = {}
 
     def train(ranks, mistake=""):
         if (ranks, mistake) not in made:
             folder = tmp_path_factory.mktemp("other")
-            script = ROOT / "tests" / "other_model.py"
+            script = ROOT / "tests" / "tools" / "other_model.py"
             options = cpu_options(ranks, folder / "results")
             done = launch(ranks, folder, script, *options, MISTAKE=mistake, PYTHONPATH=str(ROOT))
             logs = "".join(path.read_text() for path in folder.rglob("stderr.log"))

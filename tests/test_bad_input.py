@@ -458,7 +458,14 @@ def test_launch_on_a_port_that_is_in_use(call, launch_here, tmp_path, option):
 def test_killed_rank_ends_the_run_and_leaves_no_complete_result(tmp_path):
     script = [ROOT / "distributed_train.py", "--parallelism", "ddp"]
     command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=4"]
-    command += ["--log-dir", tmp_path / "logs", "--redirects", "3", ROOT / "tests" / "observe.py", *script]
+    command += [
+        "--log-dir",
+        tmp_path / "logs",
+        "--redirects",
+        "3",
+        ROOT / "tests" / "tools" / "observe.py",
+        *script,
+    ]
     process = subprocess.Popen(
         [str(part) for part in [*command, *cpu_options(4, tmp_path / "results", steps=100_000)]],
         env=ENVIRONMENT | {"OBSERVED": str(tmp_path)},

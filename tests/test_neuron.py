@@ -23,7 +23,7 @@ def device_run(standin, tmp_path):
         script = ["simplefsdp_tp_train.py"]
         if mode != "simplefsdp_tp":
             script = ["distributed_train.py", "--parallelism", mode]
-        script[:1] = [ROOT / "tests" / "observe.py", ROOT / script[0]]
+        script[:1] = [ROOT / "tests" / "tools" / "observe.py", ROOT / script[0]]
         environment["OBSERVED"] = str(tmp_path)
         options = f"--seed 0 --steps {STEPS} --output-dir {tmp_path / mode} --expected-world-size {RANKS}"
         done = launch(RANKS, tmp_path / "logs", *script, *options.split(), **standin, **environment)
@@ -35,7 +35,7 @@ def device_run(standin, tmp_path):
 
 
 def test_stand_in_is_a_device_that_takes_no_mixture(standin):
-    done = run(sys.executable, ROOT / "tests" / "check_device.py", **standin)
+    done = run(sys.executable, ROOT / "tests" / "tools" / "check_device.py", **standin)
     assert done.status == 0, done.out + done.err
     assert done.out == "39 checks passed\n"
 
