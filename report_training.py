@@ -17,13 +17,13 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from html import escape
 from math import floor, isfinite, log10
 from pathlib import Path
 
 from training_common import InputError
+from training_records import SCHEMA, ranges
 
 try:
     import jinja2
@@ -40,9 +40,7 @@ except ImportError as error:  # --help works without them
 else:
     MISSING = None
 
-SCHEMA = "parity-comparison-1"
 TEMPLATE = Path(__file__).with_suffix(".html")
-
 LABELS = {
     "oracle": "the float64 oracle",
     "cpu": "a run on a CPU",
@@ -91,17 +89,6 @@ def number(value: float | None) -> str:
 def plural(count: int, noun: str) -> str:
     """Return "1 rank", "2 ranks"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return whole numbers as they are written in a message: 0-3, 7."""
-    parts = []
-    for number in sorted(numbers):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def worst_error(comparison: dict) -> str:
