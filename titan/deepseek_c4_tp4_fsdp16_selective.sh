@@ -6,5 +6,5 @@ family=deepseek_v3
 config=simple_fsdp_deepseek_v3_16b_nki_tp4_fsdp16
 tutorial=(--dataloader.dataset c4 --hf_assets_path=./assets/hf/deepseek-moe-16b-base ${STEPS:+--training.steps "$STEPS"})
 debug=()
-source "$(dirname "$0")/env.sh" || exit 2
+source "$(dirname "$0")/launch.sh" || exit 2
 launch "$@"

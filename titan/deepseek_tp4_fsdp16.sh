@@ -6,5 +6,5 @@ family=deepseek_v3
 config=simple_fsdp_deepseek_v3_16b_nki_tp4_fsdp16
 tutorial=(--training.steps "${STEPS:-10}" --dataloader.dataset c4_test)
 debug=()
-source "$(dirname "$0")/env.sh" || exit 2
+source "$(dirname "$0")/launch.sh" || exit 2
 launch "$@"

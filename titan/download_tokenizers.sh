@@ -4,7 +4,7 @@
 #   titan/download_tokenizers.sh [--dry-run] [llama] [deepseek]     default: both
 #
 # Llama's repository is gated: HF_TOKEN has to hold a token of an account that was granted access.
-source "$(dirname "$0")/env.sh" || exit 2
+source "$(dirname "$0")/launch.sh" || exit 2
 
 dry= which=()
 for word in "$@"; do

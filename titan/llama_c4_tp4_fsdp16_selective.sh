@@ -16,5 +16,5 @@ debug=(
     --parallelism.tensor_parallel_degree=2
     --parallelism.data_parallel_shard_degree=-1
 )
-source "$(dirname "$0")/env.sh" || exit 2
+source "$(dirname "$0")/launch.sh" || exit 2
 launch "$@"

@@ -6,5 +6,5 @@ family=llama3
 config=simple_fsdp_llama3_8b_fullac
 tutorial=(--training.steps "${STEPS:-10}" --dataloader.dataset c4_test --hf_assets_path=./tests/assets/tokenizer)
 debug=()
-source "$(dirname "$0")/env.sh" || exit 2
+source "$(dirname "$0")/launch.sh" || exit 2
 launch "$@"
