@@ -317,13 +317,9 @@ def test_numbers_that_are_none(check):
     assert check([*lines, f"step: {'9' * 400} loss: 1 x"]).status == 0
 
 
-def test_odd_options(call, check, tmp_path):
+def test_odd_options(call, check):
     for value in (0, -5):
         assert check(titan_log(), "--steps", value).status == 2
-    for name in ("x.foo", "nodir/x.png"):
-        result = check(titan_log(), "--plot", tmp_path / name)
-        assert result.status == 2
-        assert result.err.startswith("error: ")
     assert call(check_run.main, ".").status == 2
     assert check(["pip install torchtitan", "done"]).status == 2
 
@@ -374,10 +370,3 @@ def test_neuron_monitor(check, tmp_path):
         assert "--   NeuronCores in use" in check(titan_log(), "--neuron-monitor", record).out
     record.unlink()
     assert check(titan_log(), "--neuron-monitor", record).status == 2
-
-
-def test_plot(check, tmp_path):
-    picture = tmp_path / "loss.png"
-    assert check(titan_log(), "--plot", picture).status == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "run.log"]

@@ -142,12 +142,6 @@ def test_bounds_that_are_the_other_way_round(monkeypatch, tmp_path):
     assert prediction["where"] == {"lower": "loss", "upper": "backward"}
 
 
-def test_plot(call, worker, tmp_path):
-    picture = tmp_path / "table.png"
-    assert call(memory.main, "--plot", picture, "--results", tmp_path).status == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -158,7 +152,6 @@ def test_plot(call, worker, tmp_path):
         (["--ranks", 6], "TP degree 4 does not divide --ranks 6"),
         (["--sequence", 1022], "TP degree 4 does not divide --sequence 1022"),
         (["--tp", 2], "are for one layout: give --model, too"),
-        (["--plot", "x.foo"], "--plot is x.foo: name a .png"),
         (["--model", "gpt2"], "invalid choice: 'gpt2'"),
     ],
 )

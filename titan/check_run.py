@@ -1,7 +1,7 @@
 """Did a TorchTitan run do what the tutorial's Confirmation asks? Reads the run's log, nothing else.
 
     python titan/check_run.py results/titan/llama_fsdp64.log
-    python titan/check_run.py LOG --steps 500 --plot loss.png
+    python titan/check_run.py LOG --steps 500
     python titan/check_run.py LOG --stopped        a run that was stopped with Ctrl-C
 
 One line per point: ok, FAIL, or -- for what this log cannot tell. Exit status: 0 all points hold, 1 one
@@ -300,22 +300,6 @@ def covers(numbers: list[int], expected: int) -> bool:
     return bool(numbers) and expected - numbers[-1] < every
 
 
-def plot(log: Log, path: Path) -> None:
-    """Draw the losses over the steps into an image file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([s.number for s in log.steps], [s.loss for s in log.steps], marker=".")
-    axes.set(xlabel="step", ylabel="loss")
-    axes.grid(alpha=0.3)
-    new = path.with_name(f"new-{path.name}")
-    figure.savefig(new, dpi=120)
-    new.replace(path)
-
-
 def main() -> int:
     """Check the log named on the command line; return the exit status."""
     parser = argparse.ArgumentParser(description="Check a TorchTitan run by its log.")
@@ -325,7 +309,6 @@ def main() -> int:
     parser.add_argument(
         "--neuron-monitor", type=Path, help="neuron-monitor's output of the run (default: LOG.neuron-monitor)"
     )
-    parser.add_argument("--plot", type=Path, help="image file for the loss curve; needs matplotlib")
     args = parser.parse_args()
     try:
         if args.steps is not None and args.steps < 1:
@@ -337,11 +320,6 @@ def main() -> int:
         lines = check(log, args.steps, args.stopped, monitor if monitor.is_file() else None)
         for verdict, name, found in lines:
             print(f"{verdict:4} {name:22} {found}")
-        if args.plot:
-            plot(log, args.plot)
-    except ImportError:
-        print("error: --plot needs matplotlib: pip install -r requirements-report.txt", file=sys.stderr)
-        return 2
     except (ValueError, OSError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2

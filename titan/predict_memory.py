@@ -495,34 +495,6 @@ def predict_or_tell(layout: dict, results: Path) -> dict | str:
         return str(error)
 
 
-def draw(rows: list[tuple[str, dict, object]], memory: float, path: Path) -> None:
-    """Draw the brackets as bars, and what was measured as points, into an image file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.5 * len(rows)), layout="constrained")
-    names = [name for name, _, _ in rows]
-    static = [prediction["static"] for _, prediction, _ in rows]
-    axes.barh(names, [p["lower"] for _, p, _ in rows], color="tab:blue", label="predicted, lower")
-    widths = [p["upper"] - p["lower"] for _, p, _ in rows]
-    axes.barh(
-        names, widths, left=[p["lower"] for _, p, _ in rows], color="tab:blue", alpha=0.4, label="to upper"
-    )
-    axes.barh(names, static, color="tab:gray", label="of it parameters, optimizer")
-    known = [(name, m) for name, _, m in rows if isinstance(m, float)]
-    if known:
-        axes.plot([m for _, m in known], [name for name, _ in known], "kD", label="measured by AWS")
-    axes.axvline(memory, color="tab:red", label=f"{memory:g} GiB")
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB per rank at the peak")
-    axes.legend(fontsize="small")
-    new = path.with_name(f"new-{path.name}")
-    figure.savefig(new, dpi=120)
-    new.replace(path)
-
-
 def parse_args() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Predict the peak memory of a SimpleFSDP recipe's rank.")
@@ -541,7 +513,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=24.0, help="GiB that a rank has (default: 24)")
     parser.add_argument("--exact", action="store_true", help="run all layers: minutes instead of seconds")
     parser.add_argument("--no-knobs", action="store_true", help="do not predict what could be changed")
-    parser.add_argument("--plot", type=Path, help="image file for a bar picture; needs matplotlib")
     parser.add_argument(
         "--results", type=Path, default=Path("results/titan-memory"), help="cache of predictions"
     )
@@ -567,10 +538,6 @@ def check_options(args: argparse.Namespace) -> None:
             raise InvalidInput(f"TP degree {degree} does not divide --ranks {args.ranks}")
         if args.sequence and args.sequence % degree:
             raise InvalidInput(f"TP degree {degree} does not divide --sequence {args.sequence}")
-    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf", ".jpg"):
-        raise InvalidInput(f"--plot is {args.plot}: name a .png, .svg, .pdf or .jpg file")
-    if args.plot:
-        import matplotlib  # noqa: F401, if it is missing: said now, not after minutes
     try:
         version("torchtitan")
     except PackageNotFoundError:
@@ -623,11 +590,6 @@ def main() -> int:
                 changed = pool.map(lambda other: predict_or_tell(other[1], args.results), others)
                 for (name, _), other in zip(others, changed, strict=True):
                     show_knob(name, rows[0][1], other, args.memory)
-        if args.plot:
-            draw(rows, args.memory, args.plot)
-    except ImportError:
-        print("error: --plot needs matplotlib: pip install -r requirements-report.txt", file=sys.stderr)
-        return 2
     except (InvalidInput, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
