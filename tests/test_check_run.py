@@ -1,4 +1,4 @@
-"""titan/check_run.py: the right verdict on logs of every kind, and never a traceback."""
+"""titan/check_run.py: the right answer on logs of every kind, and never a traceback."""
 
 import json
 import random

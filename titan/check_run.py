@@ -13,6 +13,7 @@ line, and lines of several ranks mixed are understood; of several ranks, the low
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -23,11 +24,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 COLOUR = re.compile(r"(?:\x1b|\^\[)?\[[0-9;?]*m|\x1b\[[0-9;?]*[A-Za-z]")  # also as pasted from a terminal
-# torchrun: "[rank3]:", "[default3]:"; older ones "rank3:". Not a clock.
+# torchrun writes "[rank3]:" or "[default3]:", older versions "rank3:". A time such as 09:59:01 is no rank.
 RANK = re.compile(r"^\s*\[?(?:rank|default|trainer)?(\d{1,6})\]?:(?!\d\d:)")
 TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,(\d{3}))?")
 NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
-# Something has to follow: a line that is cut in the middle of a number is no number.
+# Something has to follow the loss: where a line was cut, only a part of the number may be left.
 STEP = re.compile(rf"(?<!validate )\bstep:\s*(\d{{1,12}})\s+loss:\s*{NUMBER}(?=\s+\S)", re.IGNORECASE)
 SPEED = re.compile(rf"\b(?:tps|wps):\s*{NUMBER}")
 TOTAL = re.compile(r"\btotal steps:? (\d{1,12})")
@@ -36,7 +37,7 @@ TITAN = re.compile(
     r"\[titan\]|- torchtitan -|Trainer (?:is )?initialized|Training starts at step|\bstep:\s*\d+\s+loss:",
     re.I,
 )
-# What a rank leaves behind that did not end by itself, in lines that are no message of a logger.
+# A rank that died leaves one of these, in a line that no logger wrote. A crash counts even after a stop.
 CRASH = re.compile(
     r"\bSIG(?:SEGV|ABRT|BUS)\b|exitcode\s*:\s*-(?:6|7|11)\b|Segmentation fault|core dumped|Loss is not finite"
     r"|OutOfMemoryError|\w*(?:Error|Exception): .*out of memory|nrt_\w+ failed"
@@ -54,7 +55,8 @@ STOP = re.compile(
 )
 LOGGED = re.compile(r" - (?:DEBUG|INFO|WARNING) - ")
 TREND_STEPS = 10  # "the first several steps"
-FASTER = 0.5  # of the first step's time: "substantially faster"
+FASTER = 0.5  # "substantially faster": the second step takes at most this share of the first one's time
+MARKS = {True: "ok", False: "FAIL", None: "--"}  # None: the log cannot tell
 
 
 class Step(NamedTuple):
@@ -67,17 +69,25 @@ class Step(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What a log tells: of the lowest rank that logged losses, and where it says so, of all."""
+    """What a log tells. steps, start and finished are those of the lowest rank that logged losses."""
 
     steps: list[Step]
     start: tuple[int, float] | None  # the first step and when training started, seconds since 1970
     total: int | None  # steps that the run was to do
     finished: bool
-    restarted: bool  # training started once more after steps were logged
+    restarted: bool  # training started again after steps were logged
     ran_out: bool  # of data
-    bad: str | None  # first loss of any rank that is not finite
-    death: str | None  # first line that tells of a rank's end
-    disagree: str | None  # first step for which two ranks logged different losses
+    not_finite: str | None  # the first loss of any rank that is not finite
+    death: str | None  # the first line that tells of a rank's death
+    disagreement: str | None  # the first step for which two ranks logged different losses
+
+
+class Point(NamedTuple):
+    """One point of the Confirmation list: does it hold (None: the log cannot tell), and what was found."""
+
+    name: str
+    holds: bool | None
+    found: str
 
 
 def number(text: str) -> float:
@@ -96,83 +106,119 @@ def seconds(line: str) -> float | None:
         return None
 
 
+class Reader:
+    """Collects, line by line, what a log tells of each rank. Lines without a rank count as rank 0's."""
+
+    def __init__(self, stopped: bool):
+        self.stopped = stopped  # on purpose: then a sign of the stop is no death
+        self.stop_seen = False
+        self.lines = 0
+        self.is_titan = False
+        self.steps: dict[int, dict[int, Step]] = {}  # rank: number of the step: step
+        self.starts: dict[int, tuple[int, float]] = {}  # rank: first step, and when
+        self.finished: set[int] = set()  # ranks
+        self.total: int | None = None
+        self.restarted = False
+        self.ran_out = False
+        self.death: str | None = None
+
+    def read(self, line: str) -> None:
+        """Take in one line."""
+        line = COLOUR.sub("", line).rstrip()
+        if not line:
+            return
+        self.lines += 1
+        self.is_titan = self.is_titan or bool(TITAN.search(line))
+        prefix = RANK.match(line)
+        rank = int(prefix[1]) if prefix else 0
+        steps = self.steps.setdefault(rank, {})
+        self.read_steps(line, steps)
+        self.read_start(line, rank, steps)
+        if "Training completed" in line:
+            self.finished.add(rank)
+        if LOGGED.search(line):
+            self.ran_out = self.ran_out or "Ran out of data" in line
+        else:
+            self.read_death(line, line[prefix.end() :].strip() if prefix else line)
+
+    def read_steps(self, line: str, steps: dict[int, Step]) -> None:
+        """Add the line's steps to those of its rank. Two ranks may share a line."""
+        for match in STEP.finditer(line):
+            step, loss = int(match[1]), number(match[2])
+            if step in steps and str(steps[step].loss) == str(loss):
+                continue  # several ranks without a prefix log the same global loss
+            if steps and step <= next(reversed(steps)):
+                self.restarted = True
+            speed = SPEED.search(line)
+            if step not in steps:
+                steps[step] = Step(step, loss, seconds(line), number(speed[1]) if speed else None)
+
+    def read_start(self, line: str, rank: int, steps: dict[int, Step]) -> None:
+        """Note where training starts and how many steps it is to do, each of which is logged once a run."""
+        start, total = STARTS.search(line), TOTAL.search(line)
+        if steps and (start or total):
+            self.restarted = True
+        if total:
+            self.total = int(total[1])
+        if start and rank not in self.starts and (time := seconds(line)) is not None:
+            self.starts[rank] = (int(start[1]), time)
+
+    def read_death(self, line: str, message: str) -> None:
+        """Note the first line that tells of a rank's death."""
+        if self.death is not None:
+            return
+        if not self.stopped:
+            sign = DEATH_OR_STOP
+        else:
+            self.stop_seen = self.stop_seen or bool(STOP.search(message))
+            sign = CRASH if self.stop_seen else DEATH
+        if sign.search(message):
+            self.death = line.strip()[:150]
+
+
 def read_log(path: Path, stopped: bool) -> Log:
     """Read a log; of a run that was stopped on purpose, its stop is no rank's death.
 
     Raises:
         ValueError: no such file, empty, or no line of a TorchTitan run. One line for people.
     """
-    by_rank: dict[int, dict[int, Step]] = {}
-    start_of: dict[int, tuple[int, float]] = {}
-    finished: set[int] = set()
-    total, restarted, ran_out, out_of_order, death = None, False, False, False, None
-    count, titan, stop_seen = 0, False, False
+    reader = Reader(stopped)
     try:
         with path.open(errors="replace") as file:
-            for raw in file:
-                line = COLOUR.sub("", raw).rstrip() if "[" in raw else raw.rstrip()
-                if not line:
-                    continue
-                count += 1
-                titan = titan or bool(TITAN.search(line))
-                match = RANK.match(line)
-                rank, text = (int(match[1]), line[match.end() :].strip()) if match else (0, line)
-                steps = by_rank.setdefault(rank, {})
-                for found in STEP.finditer(line):  # two ranks may share a line
-                    speed = SPEED.search(line)
-                    loss, at = number(found[2]), int(found[1])
-                    if at in steps and str(steps[at].loss) == str(loss):
-                        continue  # several ranks without a prefix log the same global loss
-                    out_of_order = out_of_order or (bool(steps) and at <= next(reversed(steps)))
-                    steps.setdefault(at, Step(at, loss, seconds(line), number(speed[1]) if speed else None))
-                if "step" in line:
-                    if match := STARTS.search(line):
-                        restarted = restarted or bool(steps)
-                        if (time := seconds(line)) is not None:
-                            start_of.setdefault(rank, (int(match[1]), time))
-                    if match := TOTAL.search(line):
-                        total = int(match[1])
-                        restarted = restarted or bool(steps)
-                if "Training completed" in line:
-                    finished.add(rank)
-                if LOGGED.search(line):
-                    ran_out = ran_out or "Ran out of data" in line
-                    continue
-                if death is None:
-                    if not stopped:
-                        died = DEATH_OR_STOP
-                    else:
-                        stop_seen = stop_seen or bool(STOP.search(text))
-                        died = CRASH if stop_seen else DEATH
-                    if died.search(text):
-                        death = line.strip()[:150]
+            for line in file:
+                reader.read(line)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    if not count:
+    if not reader.lines:
         raise ValueError(f"{path} is empty: give the log of a TorchTitan run")
-    if not titan:
-        raise ValueError(f"{path} has no line of a TorchTitan run, in {count} lines")
+    if not reader.is_titan:
+        raise ValueError(f"{path} has no line of a TorchTitan run, in {reader.lines} lines")
 
     # Under pipeline parallelism, stages without the loss log -1.
-    by_rank = {rank: steps for rank, steps in by_rank.items() if any(s.loss != -1 for s in steps.values())}
+    by_rank = {
+        rank: steps for rank, steps in reader.steps.items() if any(step.loss != -1 for step in steps.values())
+    }
     lowest = min(by_rank, default=0)
-    bad = [
-        f"step {step.number}: {step.loss}" + (f" on rank {rank}" if rank else "")
-        for rank, steps in by_rank.items()
-        for step in steps.values()
-        if not math.isfinite(step.loss)
-    ]
     return Log(
         steps=list(by_rank.get(lowest, {}).values()),
-        start=start_of.get(lowest),
-        total=total,
-        finished=lowest in finished,
-        restarted=restarted or out_of_order,
-        ran_out=ran_out,
-        bad=bad[0] if bad else None,
-        death=death,
-        disagree=first_disagreement(by_rank),
+        start=reader.starts.get(lowest),
+        total=reader.total,
+        finished=lowest in reader.finished,
+        restarted=reader.restarted,
+        ran_out=reader.ran_out,
+        not_finite=first_not_finite(by_rank),
+        death=reader.death,
+        disagreement=first_disagreement(by_rank),
     )
+
+
+def first_not_finite(by_rank: dict[int, dict[int, Step]]) -> str | None:
+    """Return the first step whose loss is not finite, of the first rank that has one."""
+    for rank, steps in by_rank.items():
+        for step in steps.values():
+            if not math.isfinite(step.loss):
+                return f"step {step.number}: {step.loss}" + (f" on rank {rank}" if rank else "")
+    return None
 
 
 def first_disagreement(by_rank: dict[int, dict[int, Step]]) -> str | None:
@@ -184,15 +230,17 @@ def first_disagreement(by_rank: dict[int, dict[int, Step]]) -> str | None:
     for step in sorted(losses):
         finite = {loss: rank for loss, rank in losses[step].items() if math.isfinite(loss)}
         if len(finite) > 1:
-            told = ", ".join(f"{loss} on rank {rank}" for loss, rank in list(finite.items())[:2])
-            return f"step {step}: {told}"
+            two = [f"{loss} on rank {rank}" for loss, rank in finite.items()][:2]
+            return f"step {step}: {', '.join(two)}"
     return None
 
 
-def slope(values: list[tuple[int, float]]) -> float:
-    """Return the slope of the least-squares line through (step, loss); infinite if it overflows."""
+def slope(steps: list[Step]) -> float:
+    """Return the slope of the least-squares line through the losses, per step; infinite if it overflows."""
     try:
-        return statistics.linear_regression(*zip(*values, strict=True)).slope
+        return statistics.linear_regression(
+            [step.number for step in steps], [step.loss for step in steps]
+        ).slope
     except OverflowError:
         return math.inf
 
@@ -206,10 +254,10 @@ def durations(log: Log) -> tuple[float, float, str] | None:
     if log.start is not None and log.start[0] != first.number:
         return None  # resumed, and the first line is the mean of several steps
     if log.start is not None and first.time is not None and second.time is not None:
-        one = first.time - log.start[1]
-        two = (second.time - first.time) / (second.number - first.number)
-        if one > 0 and two >= 0:
-            return one, two, "s, by time stamps"
+        first_seconds = first.time - log.start[1]
+        later_seconds = (second.time - first.time) / (second.number - first.number)
+        if first_seconds > 0 and later_seconds >= 0:
+            return first_seconds, later_seconds, "s, by time stamps"
     if first.speed and second.speed:
         return 1 / first.speed, 1 / second.speed, "s a token, by the logged speed"
     return None
@@ -229,79 +277,98 @@ def neuron_cores(path: Path) -> tuple[int, int]:
     return len(used), reports
 
 
-def check(log: Log, steps: int | None, stopped: bool, monitor: Path | None) -> list[tuple[str, str, str]]:
-    """Return a line for each point: "ok", "FAIL" or "--", the point, and what was found."""
-    lines = []
+def check_steps(log: Log) -> Point:
+    """Steps appear, in order, of one run."""
+    name = "steps appear"
+    if not log.steps:
+        return Point(name, False, "no line with step and loss: it ended before the first step")
+    found = f"{len(log.steps)}, {log.steps[0].number} to {log.steps[-1].number}"
+    if log.restarted:
+        found += "; not in order or started again: the log of more than one run?"
+    return Point(name, not log.restarted, found)
 
-    def point(name: str, good: bool | None, found: str) -> None:
-        lines.append(({True: "ok", False: "FAIL", None: "--"}[good], name, found))
 
-    numbers = [step.number for step in log.steps]
-    if numbers:
-        found = f"{len(numbers)}, {numbers[0]} to {numbers[-1]}"
-        if log.restarted:
-            found += "; not in order or started again: the log of more than one run?"
-        point("steps appear", not log.restarted, found)
-    else:
-        point("steps appear", False, "no line with step and loss: it ended before the first step")
+def check_losses(log: Log) -> Point:
+    """All losses are finite, and all ranks log the same one."""
+    name = "losses are finite"
+    if log.not_finite:
+        return Point(name, False, log.not_finite)
+    if log.disagreement:
+        return Point(name, False, f"ranks differ on the global loss, {log.disagreement}")
+    return Point(name, bool(log.steps), f"all {len(log.steps)}")
 
-    if log.bad:
-        point("losses are finite", False, log.bad)
-    elif log.disagree:
-        point("losses are finite", False, f"ranks differ on the global loss, {log.disagree}")
-    else:
-        point("losses are finite", bool(numbers), f"all {len(numbers)}")
 
-    first = [(step.number, step.loss) for step in log.steps[:TREND_STEPS] if math.isfinite(step.loss)]
-    if len(first) < 2:
-        point("loss falls", False, f"{len(first)} finite losses: two are needed")
-    else:
-        rise = slope(first)
-        found = f"{first[0][1]:.5f} at step {first[0][0]}, {first[-1][1]:.5f} at step {first[-1][0]}; "
-        point("loss falls", rise < 0, found + f"trend {rise:+.3g} a step")
+def check_trend(log: Log) -> Point:
+    """The loss falls over the first several steps."""
+    name = "loss falls"
+    steps = [step for step in log.steps[:TREND_STEPS] if math.isfinite(step.loss)]
+    if len(steps) < 2:
+        return Point(name, False, f"{len(steps)} finite losses: two are needed")
+    first, last, rise = steps[0], steps[-1], slope(steps)
+    found = f"{first.loss:.5f} at step {first.number}, {last.loss:.5f} at step {last.number}"
+    return Point(name, rise < 0, f"{found}; trend {rise:+.3g} a step")
 
-    if len(numbers) < 2:
-        point("second step is faster", False, f"{len(numbers)} steps: two are needed")
-    elif (times := durations(log)) is None:
-        point("second step is faster", None, "the log has no time of the first step and of a later one")
-    else:
-        one, two, how = times
-        found = f"first {one:.3g}, then {two:.3g} {how}"
-        good = two <= FASTER * one
-        point(
-            "second step is faster", good, found if good else f"{found}; was all compiled by an earlier run?"
-        )
 
-    last, expected = (numbers[-1] if numbers else 0), log.total if steps is None else steps
+def check_speed(log: Log) -> Point:
+    """The second step is substantially faster than the first, which compiles."""
+    name = "second step is faster"
+    if len(log.steps) < 2:
+        return Point(name, False, f"{len(log.steps)} steps: two are needed")
+    times = durations(log)
+    if times is None:
+        return Point(name, None, "the log has no time of the first step and of a later one")
+    first, later, unit = times
+    found = f"first {first:.3g}, then {later:.3g} {unit}"
+    if later > FASTER * first:
+        return Point(name, False, f"{found}; was all compiled by an earlier run?")
+    return Point(name, True, found)
+
+
+def check_end(log: Log, steps: int | None, stopped: bool) -> Point:
+    """The run did all its steps: as many as asked for, else as many as its log announces."""
+    name = "all steps done"
+    last = log.steps[-1].number if log.steps else 0
+    expected = log.total if steps is None else steps
     if log.ran_out:
-        point("all steps done", False, f"{last} of {expected or '?'}: it ran out of data")
-    elif stopped:
-        point("all steps done", None, f"stopped on request after step {last} of {expected or '?'}")
-    elif expected is None:
-        point("all steps done", log.finished, f"{last} of an unknown number: give --steps")
-    else:
-        found = f"{last} of {expected}" + ("" if log.finished else "; no line says that training completed")
-        point("all steps done", last <= expected and log.finished and covers(numbers, expected), found)
-
-    point("no rank died", log.death is None, log.death or "no sign of it")
-
-    cores, reports = neuron_cores(monitor) if monitor else (0, 0)
-    if reports:
-        point("NeuronCores in use", cores > 0, f"{cores} cores, in {reports} reports of neuron-monitor")
-    else:
-        point("NeuronCores in use", None, "no report of neuron-monitor")
-    return lines
+        return Point(name, False, f"{last} of {expected or '?'}: it ran out of data")
+    if stopped:
+        return Point(name, None, f"stopped on request after step {last} of {expected or '?'}")
+    if expected is None:
+        return Point(name, log.finished, f"{last} of an unknown number: give --steps")
+    found = f"{last} of {expected}"
+    if not log.finished:
+        found += "; no line says that training completed"
+    done = log.finished and last <= expected and reaches(log.steps, expected)
+    return Point(name, done, found)
 
 
-def covers(numbers: list[int], expected: int) -> bool:
-    """Return whether the logged steps reach the expected one, up to how often they were logged."""
-    gaps = [b - a for a, b in zip(numbers, numbers[1:], strict=False)]
-    every = statistics.mode(gaps[1:] or gaps or [1])  # step 1 is logged besides, lines may be lost
-    return bool(numbers) and expected - numbers[-1] < every
+def reaches(steps: list[Step], expected: int) -> bool:
+    """Return whether the logged steps reach the expected one, but for the steps between two logged ones."""
+    if not steps:
+        return False
+    numbers = [step.number for step in steps]
+    gaps = [after - before for before, after in itertools.pairwise(numbers)]
+    # Step 1 is always logged, so the first gap may be a shorter one. Lines may be lost: the usual gap counts.
+    usual = statistics.mode(gaps[1:] or gaps or [1])
+    return expected - numbers[-1] < usual
 
 
-def main() -> int:
-    """Check the log named on the command line; return the exit status."""
+def check_ranks(log: Log) -> Point:
+    """No rank died."""
+    return Point("no rank died", log.death is None, log.death or "no sign of it")
+
+
+def check_cores(monitor: Path) -> Point:
+    """NeuronCores were at work, by neuron-monitor's record if there is one."""
+    name = "NeuronCores in use"
+    cores, reports = neuron_cores(monitor) if monitor.is_file() else (0, 0)
+    if not reports:
+        return Point(name, None, "no report of neuron-monitor")
+    return Point(name, cores > 0, f"{cores} cores, in {reports} reports of neuron-monitor")
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Check a TorchTitan run by its log.")
     parser.add_argument("log", type=Path, help="text log of the run")
     parser.add_argument("--steps", type=int, help="steps that it should have done (default: the log's own)")
@@ -309,21 +376,42 @@ def main() -> int:
     parser.add_argument(
         "--neuron-monitor", type=Path, help="neuron-monitor's output of the run (default: LOG.neuron-monitor)"
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def check(args: argparse.Namespace) -> tuple[Log, list[Point]]:
+    """Return the log that the options name, and the points of the Confirmation list.
+
+    Raises:
+        ValueError: a wrong option, or no log of a TorchTitan run. One line for people.
+    """
+    if args.steps is not None and args.steps < 1:
+        raise ValueError(f"--steps is {args.steps}; give 1 or more")
+    if args.neuron_monitor and not args.neuron_monitor.is_file():
+        raise ValueError(f"there is no {args.neuron_monitor}")
+    log = read_log(args.log, args.stopped)
+    return log, [
+        check_steps(log),
+        check_losses(log),
+        check_trend(log),
+        check_speed(log),
+        check_end(log, args.steps, args.stopped),
+        check_ranks(log),
+        check_cores(args.neuron_monitor or args.log.with_name(f"{args.log.name}.neuron-monitor")),
+    ]
+
+
+def main() -> int:
+    """Check the log named on the command line; return the exit status."""
+    args = parse_args()
     try:
-        if args.steps is not None and args.steps < 1:
-            raise ValueError(f"--steps is {args.steps}; give 1 or more")
-        if args.neuron_monitor and not args.neuron_monitor.is_file():
-            raise ValueError(f"there is no {args.neuron_monitor}")
-        log = read_log(args.log, args.stopped)
-        monitor = args.neuron_monitor or args.log.with_name(f"{args.log.name}.neuron-monitor")
-        lines = check(log, args.steps, args.stopped, monitor if monitor.is_file() else None)
-        for verdict, name, found in lines:
-            print(f"{verdict:4} {name:22} {found}")
+        log, points = check(args)
     except (ValueError, OSError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    failed = [name for verdict, name, _ in lines if verdict == "FAIL"]
+    for point in points:
+        print(f"{MARKS[point.holds]:4} {point.name:22} {point.found}")
+    failed = [point.name for point in points if point.holds is False]
     if failed:
         print(f"FAIL {args.log}: {', '.join(failed)}")
         return 1
