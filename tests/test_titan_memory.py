@@ -1,7 +1,8 @@
-"""titan/predict_memory.py, the part without torch: lines, verdicts, the table, what is refused."""
+"""titan/predict_memory.py without a measurement: lines, what fits, the table, what is refused."""
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -13,7 +14,7 @@ PHASES = ("static", "forward", "loss", "backward", "optimizer")
 
 
 def run_of(layers, sizes, total=32) -> dict:
-    """Return what measure() returns, with sizes in GiB for lower and upper in each phase."""
+    """Return what one measurement finds, with sizes in GiB for lower and upper in each phase."""
     peaks = {
         bound: {
             phase: {"bytes": size * memory.GIB, "labels": {"parameters": memory.GIB}}
@@ -25,18 +26,18 @@ def run_of(layers, sizes, total=32) -> dict:
 
 
 @pytest.fixture
-def worker(monkeypatch):
+def measured(monkeypatch):
     """Replace the measuring process: 0.25 GiB a layer forward, the loss 4 or 9 GiB; count its calls."""
     calls = []
 
-    def run_worker(layout, results):
+    def measure(layout, results):
         calls.append(layout)
         tp = layout["tp"]
         return [
             run_of(n, [[0.1 * n, n / 4 / tp, (loss + n / 4) / tp, 1, 0.5] for loss in (4, 9)]) for n in (2, 4)
         ]
 
-    monkeypatch.setattr(memory, "run_worker", run_worker)
+    monkeypatch.setattr(memory, "measure", measure)
     monkeypatch.setattr(memory, "version", lambda package: "1")
     return calls
 
@@ -55,20 +56,20 @@ def test_line():
         (24.1, 30, "does not fit"),
     ],
 )
-def test_verdict(lower, upper, said):
-    assert memory.verdict({"lower": lower, "upper": upper}, 24.0) == said
+def test_fit(lower, upper, said):
+    assert memory.fit(SimpleNamespace(lower=lower, upper=upper), 24.0) == said
 
 
-def test_bracket_phases_and_their_peak(worker, tmp_path):
+def test_bracket_phases_and_their_peak(measured, tmp_path):
     layout = {"model": "llama3_8b", "tp": 1, "layers": [2, 4]}
     prediction = memory.predict(layout, tmp_path)
-    assert (prediction["lower"], prediction["upper"]) == (12.0, 17.0)
-    assert prediction["where"] == {"lower": "loss", "upper": "loss"}
-    assert prediction["static"] == pytest.approx(3.2)
-    assert prediction["largest"] == {"parameters": 1.0}
+    assert (prediction.lower, prediction.upper) == (12.0, 17.0)
+    assert prediction.where == {"lower": "loss", "upper": "loss"}
+    assert prediction.static == pytest.approx(3.2)
+    assert prediction.largest == {"parameters": 1.0}
 
 
-def test_table_has_the_published_figures(call, worker, tmp_path):
+def test_table_has_the_published_figures(call, measured, tmp_path):
     result = call(memory.main, "--results", tmp_path)
     assert result.err == ""
     rows = {line[:44].strip(): line[44:].split() for line in result.out.splitlines()[1:]}
@@ -81,7 +82,7 @@ def test_table_has_the_published_figures(call, worker, tmp_path):
     assert result.status == 0
 
 
-def test_figures_are_not_shown_beside_other_jobs(call, worker, tmp_path):
+def test_figures_are_not_shown_beside_other_jobs(call, measured, tmp_path):
     for options in (
         ["--ranks", 128],
         ["--sequence", 4096],
@@ -92,7 +93,7 @@ def test_figures_are_not_shown_beside_other_jobs(call, worker, tmp_path):
         assert "11.91" not in call(memory.main, "--results", tmp_path, *options).out
 
 
-def test_one_layout_with_knobs(call, worker, tmp_path):
+def test_one_layout_with_knobs(call, measured, tmp_path):
     result = call(memory.main, "--model", "llama3_8b", "--memory", "8", "--results", tmp_path)
     assert result.status == 1
     assert "does not fit" in result.out
@@ -101,20 +102,20 @@ def test_one_layout_with_knobs(call, worker, tmp_path):
         assert knob in result.out
     (tp2,) = [line for line in result.out.splitlines() if "with TP2" in line]
     assert tp2.endswith("too close to call; saves 6.00 to 8.50")
-    assert len(worker) == 5
+    assert len(measured) == 5
     call(memory.main, "--model", "llama3_8b", "--no-knobs", "--results", tmp_path)
-    assert len(worker) == 6
+    assert len(measured) == 6
 
 
-def test_a_knob_that_cannot_be_built(call, worker, monkeypatch, tmp_path):
-    run_worker = memory.run_worker
+def test_a_knob_that_cannot_be_built(call, measured, monkeypatch, tmp_path):
+    measure = memory.measure
 
     def fail_at_tp16(layout, results):
         if layout["tp"] == 16:
-            raise memory.InvalidInput("ValueError: 8 heads")
-        return run_worker(layout, results)
+            raise memory.InputError("ValueError: 8 heads")
+        return measure(layout, results)
 
-    monkeypatch.setattr(memory, "run_worker", fail_at_tp16)
+    monkeypatch.setattr(memory, "measure", fail_at_tp16)
     result = call(memory.main, "--model", "llama3_70b", "--results", tmp_path)
     assert (result.status, result.err) == (0, "")
     assert "llama3_70b TP8 x FSDP8 full" in result.out
@@ -122,24 +123,12 @@ def test_a_knob_that_cannot_be_built(call, worker, monkeypatch, tmp_path):
     assert "with chunked loss" in result.out
 
 
-def test_bounds_differ_in_what_is_fused_only():
-    for loss, (lower, upper) in {
-        "bracket": (True, False),
-        "fused": (True, True),
-        "eager": (False, False),
-        "chunked": (False, False),
-    }.items():
-        how = memory.bounds(loss)
-        assert [how[bound]["fused_loss"] for bound in ("lower", "upper")] == [lower, upper]
-        assert [how[bound]["fused_optimizer"] for bound in ("lower", "upper")] == [True, False]
-
-
 def test_bounds_that_are_the_other_way_round(monkeypatch, tmp_path):
     sizes = [[1, 2, 3, 9, 1], [1, 2, 5, 3, 1]]
-    monkeypatch.setattr(memory, "run_worker", lambda layout, results: [run_of(32, sizes)])
+    monkeypatch.setattr(memory, "measure", lambda layout, results: [run_of(32, sizes)])
     prediction = memory.predict({"layers": [None]}, tmp_path)
-    assert (prediction["lower"], prediction["upper"]) == (5.0, 9.0)
-    assert prediction["where"] == {"lower": "loss", "upper": "backward"}
+    assert (prediction.lower, prediction.upper) == (5.0, 9.0)
+    assert prediction.where == {"lower": "loss", "upper": "backward"}
 
 
 @pytest.mark.parametrize(
@@ -155,9 +144,9 @@ def test_bounds_that_are_the_other_way_round(monkeypatch, tmp_path):
         (["--model", "gpt2"], "invalid choice: 'gpt2'"),
     ],
 )
-def test_refused(call, worker, tmp_path, options, said):
+def test_refused(call, measured, tmp_path, options, said):
     result = call(memory.main, "--results", tmp_path, *options)
-    assert (result.status, worker) == (2, [])
+    assert (result.status, measured) == (2, [])
     assert said in result.err
 
 
@@ -171,12 +160,12 @@ def test_without_torchtitan(call, monkeypatch):
     assert "torchtitan is not installed" in result.err
 
 
-def test_failed_worker_is_told_and_not_cached(monkeypatch, tmp_path, capsys):
+def test_failed_measurement_is_an_error_and_not_cached(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(memory, "version", lambda package: "1")
     layout = {"model": "llama3_8b", "ranks": 64, "tp": 1, "checkpointing": "full", "layers": [2]}
     monkeypatch.setattr(memory.sys, "executable", "/bin/false")
-    with pytest.raises(memory.InvalidInput, match="llama3_8b TP1 x FSDP64 full: exit status 1"):
-        memory.run_worker(layout, tmp_path)
+    with pytest.raises(memory.InputError, match="llama3_8b TP1 x FSDP64 full: exit status 1"):
+        memory.measure(layout, tmp_path)
     assert "== llama3_8b TP1 x FSDP64 full: running 2 layers" in capsys.readouterr().err
     assert [path.suffix for path in tmp_path.iterdir()] == [".err"]
 
@@ -185,8 +174,8 @@ def test_prediction_is_cached(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "version", lambda package: "1")
     layout = {"model": "llama3_8b", "ranks": 64, "tp": 1, "checkpointing": "full", "layers": [2]}
     (tmp_path / f"{memory.fingerprint(layout)}.json").write_text(json.dumps([{"layers": 32}]))
-    assert memory.run_worker(layout, tmp_path) == [{"layers": 32}]
+    assert memory.measure(layout, tmp_path) == [{"layers": 32}]
     (tmp_path / f"{memory.fingerprint(layout)}.json").write_text('[{"lay')
     monkeypatch.setattr(memory.sys, "executable", "/bin/false")
-    with pytest.raises(memory.InvalidInput):  # cut: predicted again
-        memory.run_worker(layout, tmp_path)
+    with pytest.raises(memory.InputError):  # cut: predicted again
+        memory.measure(layout, tmp_path)

@@ -393,13 +393,22 @@ def test_readme_command(command, call, monkeypatch, tmp_path):
         assert call(parity.main, *words[2:]).status == 0
         assert len(called) == (1 if "--compare" in words else 3)
     elif "titan/predict_memory.py" in words:
-        row = {"lower": 1.0, "upper": 2.0, "static": 0.5, "layers": 32, "measured_layers": 4, "largest": {}}
-        row |= {"batch": 1, "sequence": 8192}
-        row |= {"where": dict.fromkeys(("lower", "upper"), "loss"), "phases": {"lower": {}, "upper": {}}}
+        prediction = predict_memory.Prediction(
+            lower=1.0,
+            upper=2.0,
+            static=0.5,
+            phases={"lower": {}, "upper": {}},
+            where={"lower": "loss", "upper": "loss"},
+            largest={},
+            measured_layers=4,
+            layers=32,
+            sequence=8192,
+            batch=1,
+        )
         (tmp_path / "results").mkdir()
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(predict_memory, "version", lambda package: "1")
-        monkeypatch.setattr(predict_memory, "predict", lambda layout, results: row)
+        monkeypatch.setattr(predict_memory, "predict", lambda layout, results: prediction)
         assert call(predict_memory.main, *words[2:]).status == 0
     elif "titan/train.py" in words:  # the wrapper's own, but for its logs
         here = words_of_dry_run(DEVICE="cpu")

@@ -28,9 +28,11 @@ COMPILE_BACKEND = {"neuron": "neuron", "cuda": "inductor"}.get(device_type, "aot
 class SelectiveWithCpuAttention(SelectiveAC):
     """Upstream's selective policy, which lists each device's attention kernel but not the CPU's."""
 
+    attention_ops = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+
     def get_save_ops(self) -> set:
         """Return the operators whose outputs are kept for the backward pass."""
-        return super().get_save_ops() | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+        return super().get_save_ops() | self.attention_ops
 
 
 def parallelize_then_checkpoint(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

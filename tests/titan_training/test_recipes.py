@@ -20,7 +20,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # 
 from torchtitan.experiments.graph_trainer.llama3 import model_registry  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 
-from titan import deepseek_v3, llama3, predict_memory, simple_fsdp  # noqa: E402
+from titan import deepseek_v3, llama3, measure_memory, predict_memory, simple_fsdp  # noqa: E402
 
 NKI = "simple_fsdp_deepseek_v3_16b_nki_tp4_fsdp16"
 RECIPES = {  # name: flavor, activation checkpointing, tensor-parallel degree
@@ -117,7 +117,7 @@ def trace(checkpointing, degree: int, parallelize=None) -> Graphs:
     config.compile.components = ["model"]
     if parallelize:
         config.model_spec = replace(config.model_spec, parallelize_fn=parallelize)
-    model = predict_memory.build_model(config, 4)
+    model = measure_memory.build_model(config, 4)
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=None)
@@ -190,11 +190,26 @@ def test_cpu_may_be_chosen_where_there_is_an_accelerator(monkeypatch):
 
 
 def test_defaults_of_the_memory_prediction_are_the_recipes():
-    for module, recipe, degree, checkpointing in predict_memory.MODELS.values():
-        config = getattr({"llama3": llama3, "deepseek_v3": deepseek_v3}[module], recipe)()
-        assert config.parallelism.tensor_parallel_degree == degree, recipe
+    assert predict_memory.MODELS.keys() == measure_memory.RECIPES.keys()
+    for model, (degree, checkpointing) in predict_memory.MODELS.items():
+        config = measure_memory.RECIPES[model]()
+        assert config.parallelism.tensor_parallel_degree == degree, model
         policy = {"selective": SelectiveAC.Config, "full": FullAC.Config}[checkpointing]
-        assert type(config.activation_checkpoint) is policy, recipe
+        assert type(config.activation_checkpoint) is policy, model
+
+
+@pytest.mark.parametrize(
+    ("loss", "lower", "upper"),
+    [("bracket", True, False), ("fused", True, True), ("eager", False, False), ("chunked", False, False)],
+)
+def test_bounds_differ_in_what_is_fused_only(loss, lower, upper):
+    assert measure_memory.is_loss_fused(loss, "lower") == lower
+    assert measure_memory.is_loss_fused(loss, "upper") == upper
+    job = SimpleNamespace(layout={"loss": loss}, model=torch.nn.Linear(2, 2))
+    for bound in ("lower", "upper"):
+        measure_memory.Job.choose(job, bound)
+        assert job.fused_loss == measure_memory.is_loss_fused(loss, bound)
+        assert job.optimizer.defaults["fused"] == (bound == "lower")
 
 
 def test_adapter_leaves_accelerators_alone(monkeypatch):
