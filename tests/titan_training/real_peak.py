@@ -13,7 +13,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch  # noqa: E402
-from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
 from titan import measure_memory  # noqa: E402, adapts to the CPU
 
@@ -51,7 +50,7 @@ def real_peak(layout: dict, bound: str) -> tuple[int, int]:
 def main() -> None:
     """Measure both peaks, for each checkpointing."""
     layout = json.loads(sys.argv[1])
-    dist_utils.init_fake_mode(layout["ranks"])
+    measure_memory.dist_utils.init_fake_mode(layout["ranks"])
     figures = {}
     for checkpointing in ("none", "selective", "full"):
         layout["checkpointing"] = checkpointing
