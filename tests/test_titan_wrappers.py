@@ -302,7 +302,7 @@ def test_full_run_says_what_it_costs(node):
             LLAMA,
             {},
             ("neuron-ls", "#!/bin/sh\necho no driver\n"),
-            "lists no cores, so NGPU=64 cannot be checked",
+            "error: NGPU=64 cannot be checked: neuron-ls: printed no list of devices but: no driver",
         ),
         (SELECTIVE, {}, None, "no tokenizer in ./assets/hf/Llama-3.1-8B"),
         ("titan/deepseek_c4_tp4_fsdp16_full.sh", {}, None, "run titan/download_tokenizers.sh"),

@@ -23,15 +23,15 @@ refuse() {
     exit 2
 }
 
-# absolute PATH: the same, from whatever directory it is used.
+# absolute PATH: print the path so that it holds in any directory; an empty one stays empty.
 absolute() {
     case $1 in ''|/*) printf %s "$1" ;; *) printf %s "$PWD/$1" ;; esac
 }
 TORCHTITAN_NEURON_DIR=$(absolute "$TORCHTITAN_NEURON_DIR")
 case $PYTHON in */*) PYTHON=$(absolute "$PYTHON") ;; esac
 
-# find_option OPTION WORD...: whether the words have --OPTION, with - or _, as --a.b v or --a.b=v; its last
-# value goes to found.
+# find_option OPTION WORD...: whether --OPTION is among the words. Its last value is then in found.
+# Both --a.b v and --a.b=v count, with - or _ in the name.
 find_option() {
     local wanted=__$1 word key next= seen=
     found=
@@ -47,7 +47,7 @@ find_option() {
     [ -n "$seen" ]
 }
 
-# show WORD...: a command over several lines, an option and its value on one, to be pasted as it is.
+# show WORD...: print a command that can be pasted, each option with its value on a line of its own.
 show() {
     local word first=1
     for word in "$@"; do
@@ -64,20 +64,12 @@ show() {
     printf '\n'
 }
 
+# quote WORD: print a word as the shell reads it, in quotes if it needs them.
 quote() {
     case $1 in
         ''|*[!A-Za-z0-9_./=:,+-]*) printf "'%s'" "$(printf %s "$1" | sed "s/'/'\\\\''/g")" ;;
         *) printf %s "$1" ;;
     esac
-}
-
-# The cores that neuron-ls lists, counted; nothing if it does not tell.
-count_cores() {
-    "$PYTHON" -c '
-import json, re, subprocess
-text = subprocess.run(["neuron-ls", "-j"], capture_output=True, text=True, timeout=20).stdout
-devices = json.loads(text[re.search(r"\[\s*\{", text).start():])  # a warning may stand before it
-print(sum(len(d.get("neuroncore_ids") or range(d.get("nc_count") or 0)) for d in devices))' 2>/dev/null || true
 }
 
 check_arguments() {
@@ -104,14 +96,17 @@ check_arguments() {
         refuse "selective Llama 3.1 8B without tensor parallelism (degree $found) runs out of memory on" \
             "24 GiB cores: take CONFIG=simple_fsdp_llama3_8b_fullac, or --parallelism.tensor_parallel_degree=4"
     fi
-    case $NGPU in
-        *[!0-9]*) refuse "NGPU is '$NGPU': give a number of ranks, 1 or more" ;;
+    check_count NGPU "$NGPU" ranks
+    check_count STEPS "${STEPS:-1}" steps
+}
+
+# check_count NAME VALUE THINGS: refuse a variable that is no number from 1 on.
+check_count() {
+    case $2 in
+        ''|*[!0-9]*) ;;
+        *) [ "$2" -eq 0 ] || return 0 ;;
     esac
-    [ "$NGPU" -gt 0 ] || refuse "NGPU is '$NGPU': give a number of ranks, 1 or more"
-    case ${STEPS:-1} in
-        *[!0-9]*) refuse "STEPS is '$STEPS': give a number of steps, 1 or more" ;;
-    esac
-    [ "${STEPS:-1}" -gt 0 ] || refuse "STEPS is '$STEPS': give a number of steps, 1 or more"
+    refuse "$1 is '$2': give a number of $3, 1 or more"
 }
 
 # has_tokenizer FOLDER: whether there is a tokenizer in it, as TorchTitan reads them.
@@ -134,13 +129,11 @@ check_neuron_machine() {
     [ -z "$found" ] || (cd "$TORCHTITAN_NEURON_DIR" && has_tokenizer "$found") ||
         refuse "no tokenizer in $found of $TORCHTITAN_NEURON_DIR: run titan/download_tokenizers.sh, or give" \
             "--hf_assets_path"
-    available=$(count_cores)
-    if [ -z "$available" ]; then
-        refuse "neuron-ls -j lists no cores, so NGPU=$NGPU cannot be checked: see that the driver is loaded"
-    elif [ "$available" != "$NGPU" ]; then
+    available=$("$PYTHON" "$ROOT/preflight.py" --cores 2>&1 | tail -n 1) ||
+        refuse "NGPU=$NGPU cannot be checked: ${available#error: }"
+    [ "$available" = "$NGPU" ] ||
         refuse "NGPU is $NGPU, neuron-ls lists $available cores: a run of another number hangs at startup;" \
             "set NGPU=$available"
-    fi
 }
 
 check_other_machine() {
@@ -198,7 +191,7 @@ launch() {
     for word in "$@"; do
         case $word in
             --dry-run) dry=1 ;;
-            -h|--help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;;
+            -h|--help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; # the wrapper's first comment
             *) words+=("$word") ;;
         esac
     done
@@ -214,18 +207,22 @@ launch() {
         cpu|cuda) other_command "${words[@]}"; check_arguments "${words[@]}" ;;
         *) refuse "DEVICE is '$DEVICE': neuron, cuda or cpu" ;;
     esac
-
-    if [ -n "$dry" ] && [ -z "$given$chosen_module$chosen_config$chosen_ngpu" ] && [ "$DEVICE" != neuron ]; then
+    if [ -z "$dry" ]; then
+        train
+        return
+    fi
+    if [ -z "$given$chosen_module$chosen_config$chosen_ngpu" ] && [ "$DEVICE" != neuron ]; then
         echo "# here, on the ${DEVICE}, at debug size:"
         show "${command[@]}"
         neuron_command "${words[@]}"
         check_arguments "${options[@]}"
         echo "# on a Neuron node, in the torchtitan-neuron directory:"
     fi
-    if [ -n "$dry" ]; then
-        show "${command[@]}"
-        return
-    fi
+    show "${command[@]}"
+}
+
+# train: check the machine, run the command, check the run's log.
+train() {
     if [ "$DEVICE" = neuron ]; then check_neuron_machine "${options[@]}"; else check_other_machine; fi
 
     cd "$ROOT"
@@ -247,7 +244,7 @@ launch() {
         rm -rf "$results/logs/$NAME"
         echo "== $NAME: $CONFIG on $NGPU ranks of the $DEVICE, not on Neuron; log in $log" >&2
     fi
-    trap stopped=--stopped INT # goes to the launcher as well, which ends all ranks
+    trap stopped=--stopped INT # Ctrl-C goes to the launcher as well, which ends all ranks
     (cd "$folder" && exec env "${command[@]}") 2>&1 | tee -i "$log" || status=$?
     "$PYTHON" "$TITAN/check_run.py" "$log" $stopped || checked=$?
     [ "$status" != 0 ] || status=$checked
