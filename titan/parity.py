@@ -44,12 +44,19 @@ from pathlib import Path
 
 import torch
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from training_common import InputError  # noqa: E402
+from training_tolerance import NORM_EPS, factor, relative_error  # noqa: E402
+
 EPS = 2.0**-23
 BFLOAT16_EPS = 2.0**-7
-TOLERANCE = 16 * EPS
+TOLERANCE = NORM_EPS * EPS
 NORM_TOLERANCE = 4 * EPS  # times the square root of the largest gradient's number of elements
 MOVED_TOLERANCE = 0.005  # of a layer's token slots: close choices that roundings turn; measured 0.0007
 
+FAMILIES = ["llama3", "deepseek_v3"]
 # name: plan, ranks, tensor-parallel degree
 RUNS = {
     "one-rank": ("fsdp2", 1, 1),
@@ -63,48 +70,51 @@ COMPARISONS = [
     ("one-rank", "fsdp2-tp2"),
     ("one-rank", "simplefsdp-fsdp4"),
 ]
-HERE = Path(__file__).resolve().parent
+# What a record holds, and each step of it.
+RECORD_FIELDS = {
+    "family": str,
+    "seed": int,
+    "steps": int,
+    "world_size": int,
+    "tp": int,
+    "replicate": int,
+    "tokens": int,
+    "records": list,
+}
+STEP_FIELDS = {"loss": float, "grad_norm": float, "gradients": dict, "tokens_per_expert": dict}
 
 
-class InvalidInput(ValueError):
-    """The input cannot be compared; str() is one line for people."""
+def has_fields(record: object, fields: dict[str, type]) -> bool:
+    """Return whether a record is a dictionary with these fields, of these types."""
+    return isinstance(record, dict) and all(isinstance(record.get(k), kind) for k, kind in fields.items())
 
 
 def load(path: Path) -> dict:
     """Return a record of parity_train.py.
 
     Raises:
-        InvalidInput: the file is missing, unreadable or not such a record, or it has no step.
+        InputError: the file is missing, unreadable or not such a record, or it has no step.
     """
     try:
         run = torch.load(path, weights_only=True)
     except FileNotFoundError:
-        raise InvalidInput(f"no record {path}: make titan-parity writes it") from None
+        raise InputError(f"no record {path}: make titan-parity writes it") from None
     except Exception as error:
-        raise InvalidInput(f"{path} is not a record of titan/parity_train.py: {error!r:.100}") from None
-    options = {"family": str, "records": list} | dict.fromkeys(
-        ("seed", "steps", "world_size", "tp", "replicate", "tokens"), int
-    )
-    step = {"loss": float, "grad_norm": float, "gradients": dict, "tokens_per_expert": dict}
-
-    def has(record: object, fields: dict[str, type]) -> bool:
-        return isinstance(record, dict) and all(isinstance(record.get(k), v) for k, v in fields.items())
-
-    if not has(run, options) or not all(has(record, step) for record in run["records"]):
-        raise InvalidInput(
-            f"{path} is not a record of titan/parity_train.py: it lacks a field or has another"
-        )
-    for record in run["records"]:
-        values = [value for value in record["gradients"].values() if value is not None]
-        values += record["tokens_per_expert"].values()
-        if not all(isinstance(value, torch.Tensor) for value in values):
-            raise InvalidInput(f"{path} is not a record of titan/parity_train.py: a gradient is no tensor")
-    if not run["records"]:
-        raise InvalidInput(f"{path} has no step: nothing to compare")
-    if min(run["tp"], run["replicate"], run["tokens"]) < 1 or run["world_size"] % (
-        run["tp"] * run["replicate"]
+        raise InputError(f"{path} is not a record of titan/parity_train.py: {error!r:.100}") from None
+    if not has_fields(run, RECORD_FIELDS) or not all(
+        has_fields(step, STEP_FIELDS) for step in run["records"]
     ):
-        raise InvalidInput(f"{path}: {run['world_size']} ranks, tp {run['tp']}, replicate {run['replicate']}")
+        raise InputError(f"{path} is not a record of titan/parity_train.py: it lacks a field or has another")
+    for step in run["records"]:
+        gradients = [gradient for gradient in step["gradients"].values() if gradient is not None]
+        counts = list(step["tokens_per_expert"].values())
+        if not all(isinstance(value, torch.Tensor) for value in gradients + counts):
+            raise InputError(f"{path} is not a record of titan/parity_train.py: a gradient is no tensor")
+    if not run["records"]:
+        raise InputError(f"{path} has no step: nothing to compare")
+    world_size, tp, replicate = run["world_size"], run["tp"], run["replicate"]
+    if min(tp, replicate, run["tokens"]) < 1 or world_size % (tp * replicate):
+        raise InputError(f"{path}: {world_size} ranks, tp {tp}, replicate {replicate}")
     return run
 
 
@@ -112,40 +122,29 @@ def check_comparable(reference: dict, actual: dict) -> None:
     """Refuse two runs of different jobs.
 
     Raises:
-        InvalidInput: model, seed, number of steps, batch, parameters or layers of experts differ, or
+        InputError: model, seed, number of steps, batch, parameters or layers of experts differ, or
             there are none.
     """
     for option in ("family", "seed", "steps", "tokens"):
         if reference[option] != actual[option]:
-            raise InvalidInput(
+            raise InputError(
                 f"{option} is {reference[option]} in the reference and {actual[option]} in the actual run"
             )
     for name, run in (("reference", reference), ("actual run", actual)):
         if len(run["records"]) != run["steps"]:
-            raise InvalidInput(f"the {name} recorded {len(run['records'])} of {run['steps']} steps")
+            raise InputError(f"the {name} recorded {len(run['records'])} of {run['steps']} steps")
     first = reference["records"][0]
     for record in reference["records"] + actual["records"]:
         for field, what in (("gradients", "parameters"), ("tokens_per_expert", "layers of experts")):
             if different := first[field].keys() ^ record[field].keys():
-                raise InvalidInput(f"the runs have different {what}: {', '.join(sorted(different)[:3])}")
+                raise InputError(f"the runs have different {what}: {', '.join(sorted(different)[:3])}")
         for layer, count in record["tokens_per_expert"].items():
             if count.shape != first["tokens_per_expert"][layer].shape:
-                raise InvalidInput(f"the runs have different numbers of experts in {layer}")
+                raise InputError(f"the runs have different numbers of experts in {layer}")
     if not first["gradients"]:
-        raise InvalidInput("the runs have no parameter: nothing to compare")
+        raise InputError("the runs have no parameter: nothing to compare")
     if reference["family"] == "deepseek_v3" and not first["tokens_per_expert"]:
-        raise InvalidInput("the runs have no tokens_per_expert: the routing would not be compared")
-
-
-def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return ||actual - reference|| / ||reference|| in float64; infinite for what cannot be compared.
-
-    That is: a value that is not finite, another shape, a reference of zeros.
-    """
-    if actual.shape != reference.shape or not (actual.isfinite().all() and reference.isfinite().all()):
-        return math.inf
-    norm = reference.double().norm().item()
-    return (actual.double() - reference.double()).norm().item() / norm if norm else math.inf
+        raise InputError("the runs have no tokens_per_expert: the routing would not be compared")
 
 
 def moved_slots(count: torch.Tensor, got: torch.Tensor) -> float:
@@ -192,20 +191,18 @@ def check_factor(reference: dict, actual: dict) -> list[str]:
 
     Errors that routing causes are in no direction: they leave the factor 1 but for a small part of them.
     """
-    product = square = error = 0.0
-    for name, r in reference["gradients"].items():
-        a = actual["gradients"][name]
-        if r is None or a is None or a.shape != r.shape:
-            return []  # told already
-        product += (a.double() * r.double()).sum().item()
-        square += r.double().square().sum().item()
-        error += (a.double() - r.double()).square().sum().item()
-    if not (square and math.isfinite(product)):
+    pairs = [(actual["gradients"][name], gradient) for name, gradient in reference["gradients"].items()]
+    if any(a is None or r is None or a.shape != r.shape for a, r in pairs):
+        return []  # check_gradient says so
+    all_actual = torch.cat([a.flatten() for a, _ in pairs])
+    all_reference = torch.cat([r.flatten() for _, r in pairs])
+    error = relative_error(all_actual, all_reference)
+    if math.isinf(error):
+        return []  # check_gradient says so
+    times = factor(all_actual, all_reference)
+    if abs(times - 1) <= max(TOLERANCE, error / 4):
         return []
-    factor, error = product / square, math.sqrt(error / square)
-    if abs(factor - 1) <= max(TOLERANCE, error / 4):
-        return []
-    return [f"all gradients together are {factor:.4g}x the reference"]
+    return [f"all gradients together are {times:.4g}x the reference"]
 
 
 def check_norm(run: str, record: dict) -> list[str]:
@@ -225,7 +222,18 @@ def check_gradient(name: str, reference: dict, actual: dict, tolerance: float) -
     if missing:
         return math.inf, [f"{name} has no gradient in the {' and the '.join(missing)}"]
     error = relative_error(a, r)
-    return error, [] if error <= tolerance else [describe(name, a, r, error)]
+    if error <= tolerance:
+        return error, []
+    return error, [describe(name, a, r, error)]
+
+
+def check_loss(reference: float, actual: float, tolerance: float) -> list[str]:
+    """Return a mismatch if a step's loss is off."""
+    error = abs(actual - reference) / abs(reference) if reference else math.inf
+    if error <= tolerance:
+        return []
+    eps = f"{error / EPS:.1f} eps, tolerance {tolerance / EPS:.0f}"
+    return [f"loss {actual:.6f}, reference {reference:.6f}: {eps}"]
 
 
 def compare(reference: dict, actual: dict) -> tuple[list[str], list[str]]:
@@ -235,7 +243,7 @@ def compare(reference: dict, actual: dict) -> tuple[list[str], list[str]]:
         The table's lines, and the mismatches in order of step, one line each: none means parity.
 
     Raises:
-        InvalidInput: the runs are not of the same job.
+        InputError: the runs are not of the same job.
     """
     check_comparable(reference, actual)
     same_mesh = all(reference[key] == actual[key] for key in ("world_size", "tp", "replicate"))
@@ -243,15 +251,9 @@ def compare(reference: dict, actual: dict) -> tuple[list[str], list[str]]:
     errors: dict[str, list[float]] = {name: [] for name in pairs[0][0]["gradients"]}
     limits, mismatches = [], []
     for number, (r, a) in enumerate(pairs, 1):
-        found = []
         tolerance, loss_tolerance = tolerances(r, a, same_mesh, reference["tokens"])
         limits.append(tolerance)
-        error = abs(a["loss"] - r["loss"]) / abs(r["loss"]) if r["loss"] else math.inf
-        if not error <= loss_tolerance:
-            found.append(
-                f"loss {a['loss']:.6f}, reference {r['loss']:.6f}: "
-                f"{error / EPS:.1f} eps, tolerance {loss_tolerance / EPS:.0f}"
-            )
+        found = check_loss(r["loss"], a["loss"], loss_tolerance)
         found += check_routing(r, a, same_mesh)
         for name in errors:
             error, mismatch = check_gradient(name, r, a, tolerance)
@@ -264,18 +266,23 @@ def compare(reference: dict, actual: dict) -> tuple[list[str], list[str]]:
 
 def table(pairs: list[tuple[dict, dict]], errors: dict[str, list[float]], limits: list[float]) -> list[str]:
     """Return the lines of the table: losses, gradient norms, errors in eps, tokens per expert."""
-    width = max(map(len, errors)) + 2
+    width = max(len(name) for name in errors) + 2
     lines = [" " * width + "".join(f"{f'step {number}':>11}" for number in range(1, len(pairs) + 1))]
-    for title, key in (("loss", "loss"), ("gradient norm", "grad_norm")):
-        for run, label in enumerate((f"{title}, reference", title)):
-            lines.append(f"{label:{width}}" + "".join(f"{pair[run][key]:11.6f}" for pair in pairs))
+
+    def add(label: str, values: list[float], digits: int) -> None:
+        lines.append(f"{label:{width}}" + "".join(f"{value:11.{digits}f}" for value in values))
+
+    for label, key in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        add(f"{label}, reference", [reference[key] for reference, _ in pairs], 6)
+        add(label, [actual[key] for _, actual in pairs], 6)
     lines.append("gradients, error in eps:")
-    for name, row in (errors | {"tolerance": limits}).items():
-        lines.append(f"  {name:{width - 2}}" + "".join(f"{error / EPS:11.1f}" for error in row))
-    for number, pair in enumerate(pairs, 1):
-        for layer in pair[0]["tokens_per_expert"]:
+    for name, row in errors.items():
+        add(f"  {name}", [error / EPS for error in row], 1)
+    add("  tolerance", [limit / EPS for limit in limits], 1)
+    for number, (reference, actual) in enumerate(pairs, 1):
+        for layer in reference["tokens_per_expert"]:
             lines.append(f"{layer}, step {number}:")
-            for label, run in zip(("reference", "actual"), pair, strict=True):
+            for label, run in (("reference", reference), ("actual", actual)):
                 counts = run["tokens_per_expert"][layer].tolist()
                 lines.append(f"  {label:10}" + "".join(f"{count:6.0f}" for count in counts))
     return lines
@@ -288,12 +295,11 @@ def describe(name: str, actual: torch.Tensor, reference: torch.Tensor, error: fl
     if not reference.any():
         return f"gradient of {name} is zero in the reference: nothing to compare"
     line = f"gradient of {name} is off by {error:.2g} ({error / EPS:.0f} eps)"
-    a, r = actual.double(), reference.double()
-    if a.shape == r.shape and a.any() and r.square().sum() > 0:
-        factor = ((a * r).sum() / r.square().sum()).item()
-        rest = (a - factor * r).norm().item() / a.norm().item()
-        if abs(factor - 1) > 4 * rest:
-            line += f": {factor:.4g}x the reference, but for {rest:.1g}"
+    if actual.shape == reference.shape and actual.any():
+        times = factor(actual, reference)
+        rest = relative_error(times * reference.double(), actual)
+        if abs(times - 1) > 4 * rest:
+            line += f": {times:.4g}x the reference, but for {rest:.1g}"
     return line
 
 
@@ -301,10 +307,10 @@ def report(reference: Path, actual: Path, title: str) -> int:
     """Print the comparison of two records; return 0 for parity, 1 for a mismatch.
 
     Raises:
-        InvalidInput: the records cannot be read or compared.
+        InputError: the records cannot be read or compared.
     """
-    a, b = load(reference), load(actual)
-    lines, mismatches = compare(a, b)
+    runs = load(reference), load(actual)
+    lines, mismatches = compare(*runs)
     print(f"== {title}")
     print("\n".join(lines))
     for line in mismatches[:10]:
@@ -314,67 +320,65 @@ def report(reference: Path, actual: Path, title: str) -> int:
     if mismatches:
         print(f"FAIL {title}: {len(mismatches)} mismatches")
         return 1
-    gradients = [
-        (x["gradients"][name], y["gradients"][name])
-        for x, y in zip(a["records"], b["records"], strict=True)
-        for name in x["gradients"]
-    ]
-    equal = all(torch.equal(x, y) for x, y in gradients)
-    print(
-        f"PASS {title}: steps={len(a['records'])}{', gradients bitwise equal' if equal else ''}", flush=True
-    )
+    equal = ", gradients bitwise equal" if are_gradients_equal(*runs) else ""
+    print(f"PASS {title}: steps={len(runs[0]['records'])}{equal}", flush=True)
     return 0
 
 
-def launch(ranks: int, options: list[str], log: Path) -> None:
+def are_gradients_equal(reference: dict, actual: dict) -> bool:
+    """Return whether all gradients of all steps are bitwise equal."""
+    for r, a in zip(reference["records"], actual["records"], strict=True):
+        if not all(torch.equal(a["gradients"][name], gradient) for name, gradient in r["gradients"].items()):
+            return False
+    return True
+
+
+def launch(ranks: int, options: list[object], log: Path) -> None:
     """Run parity_train.py on some ranks.
 
     Raises:
-        InvalidInput: a rank failed; the message names the first one's error and its log.
+        InputError: a rank failed; the message names the first one's error and its log.
     """
     shutil.rmtree(log, ignore_errors=True)
-    command = [sys.executable, HERE.parent / "launch.py", "--standalone", f"--nproc-per-node={ranks}",
-               "--log-dir", log, "--redirects", "3", HERE / "parity_train.py", *options]  # fmt: skip
+    launcher = [sys.executable, HERE.parent / "launch.py", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, "--log-dir", log, "--redirects", "3", HERE / "parity_train.py", *options]
     # The CPU, also where there is an accelerator: the tolerances are for it.
     environment = {"TITAN_DEVICE": "cpu", "OMP_NUM_THREADS": "1"} | os.environ
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
     if done.returncode:
-        line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise InvalidInput(line.removeprefix("error: "))
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise InputError(lines[-1].removeprefix("error: "))
 
 
 def train(family: str, args: argparse.Namespace) -> Path:
     """Make the seed checkpoint and all runs of a family; return the folder of their records.
 
     Raises:
-        InvalidInput: the folder holds something that was not made here, or a run failed.
+        InputError: the folder holds something that was not made here, or a run failed.
     """
     folder = args.results / family
     marker = folder / ".made-by-parity"
     if folder.exists() and any(folder.iterdir()) and not marker.exists():
-        raise InvalidInput(f"{folder} holds other files: name another --results")
+        raise InputError(f"{folder} holds other files: name another --results")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     marker.touch()
-    common = ["--family", family, "--seed", str(args.seed), "--steps", str(args.steps),
-              "--assets", str(args.assets), "--seed-checkpoint", str(folder / "seed")]  # fmt: skip
-    launch(1, [*common, "--plan", "seed", "--output", str(folder / "seed.pt")], folder / "logs" / "seed")
+    common = ["--family", family, "--seed", args.seed, "--steps", args.steps, "--assets", args.assets]
+    common += ["--seed-checkpoint", folder / "seed"]
+    launch(1, [*common, "--plan", "seed", "--output", folder / "seed.pt"], folder / "logs" / "seed")
     for name, (plan, ranks, tp) in RUNS.items():
         started = time.monotonic()
-        output = folder / f"{name}.pt"
-        options = [*common, "--plan", plan, "--tp", str(tp), "--output", str(output)]
+        options = [*common, "--plan", plan, "--tp", tp, "--output", folder / f"{name}.pt"]
         launch(ranks, options, folder / "logs" / name)
         seconds = time.monotonic() - started
         print(f"== {family} {name}: {ranks} ranks, {args.steps} steps in {seconds:.0f} s", flush=True)
     return folder
 
 
-def main() -> int:
-    """Train and compare, or compare two records; return the exit status."""
+def parse_args() -> argparse.Namespace:
+    """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Parity of SimpleFSDP, FSDP2 and one rank in TorchTitan.")
-    parser.add_argument(
-        "--family", choices=["llama3", "deepseek_v3"], action="append", help="default: both; repeatable"
-    )
+    parser.add_argument("--family", choices=FAMILIES, action="append", help="default: both; repeatable")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("REFERENCE", "ACTUAL"), help="no training")
     parser.add_argument("--steps", type=int, default=3, help="training steps (default: 3)")
     parser.add_argument("--seed", type=int, default=42, help="seed of the initial parameters (default: 42)")
@@ -385,20 +389,26 @@ def main() -> int:
         default=Path("results/titan-parity"),
         help="records and logs, in a folder each",
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Train and compare, or compare two records; return the exit status."""
+    args = parse_args()
     try:
         if args.compare:
-            return report(*args.compare, title=f"{args.compare[1]} against {args.compare[0]}")
+            reference, actual = args.compare
+            return report(reference, actual, title=f"{actual} against {reference}")
         if args.steps < 1:
-            raise InvalidInput(f"--steps is {args.steps}; train at least one step")
+            raise InputError(f"--steps is {args.steps}; train at least one step")
         status = 0
-        for family in args.family or ["llama3", "deepseek_v3"]:
+        for family in args.family or FAMILIES:
             folder = train(family, args)
             for reference, actual in COMPARISONS:
                 title = f"{family} {actual} against {reference}"
                 status |= report(folder / f"{reference}.pt", folder / f"{actual}.pt", title=title)
         return status
-    except InvalidInput as error:
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
