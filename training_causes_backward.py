@@ -1,0 +1,348 @@
+"""Causes of a first difference in the gradients or the updates.
+
+Each function is one hypothesis: see training_evidence.py. training_diagnosis.py says which are tried, and
+in which order.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from compare_training import eps_of, ranges
+from diagnose_training import factor
+from training_causes_general import rounded_values
+from training_evidence import (
+    MAX_UNEXPLAINED,
+    SAME_FACTOR,
+    Evidence,
+    known_factor,
+    numbered,
+    times_the_reference,
+    up_to,
+)
+
+SAME_GRADIENT = 1e-4  # norm of the difference of two ranks' copies of a gradient, over its norm
+SGD_RULE = "-learning rate x gradient"
+
+# ---------------------------------------------------------------- gradients: sums, factors and norms
+
+
+def no_gradient(evidence: Evidence) -> str | None:
+    """The parameter is frozen."""
+    if evidence.actual_tensor(kind="gradients") is not None:
+        return None
+    steps, expected = evidence.actual(evidence.rank), (evidence.reference or evidence.actual)(0)[1]
+    trained = [name for kind, name in expected if kind == "parameters" and ("gradients", name) in expected]
+    frozen = [name for name in trained if ("gradients", name) not in steps[evidence.step]]
+    if not frozen:
+        return None
+    count = sum(("gradients", frozen[0]) not in tensors for tensors in steps[1:])
+    keys = [("parameters", name) for name in frozen]
+    changed = [key[1] for key in keys if not torch.equal(steps[0][key], steps[-1][key])]
+    values = f"yet {', '.join(changed)} change" if changed else "and the values do not change"
+    return (
+        f"{evidence.ranks_in_words}: no gradient of {', '.join(frozen)} in {count} of {len(steps) - 1} "
+        f"steps, {values}: frozen (requires_grad is False)"
+    )
+
+
+def not_reduced(evidence: Evidence) -> str | None:
+    """Ranks hold gradients of their own, and the mean or the sum of these is right."""
+    pair, gradients = evidence.pair(), gradients_by_rank(evidence)
+    if pair is None or not gradients:
+        return None
+    actual, reference = pair
+    total = sum(gradients)
+    for operation, reduced in (("mean", total / len(gradients)), ("sum", total)):
+        rest = evidence.unexplained(actual, actual + reference - reduced, reference)
+        if rest <= MAX_UNEXPLAINED:
+            groups = equal_groups(gradients)
+            if len(groups) == 1:
+                return None
+            why = "not reduced" if one_group_a_replica(evidence, groups) else "reduced over the wrong group"
+            return (
+                f"{groups_in_words(evidence, groups)}, and their {operation} over all ranks is the "
+                f"reference{up_to(rest)}: {why}"
+            )
+    return None
+
+
+def not_reduced_and_scaled(evidence: Evidence) -> str | None:
+    """Ranks hold gradients of their own, and the mean of these is the reference times a known factor."""
+    pair, gradients = evidence.pair(), gradients_by_rank(evidence)
+    if pair is None or not gradients:
+        return None
+    reference, mean = pair[1], sum(gradients) / len(gradients)
+    scale = factor(mean, reference)
+    meaning = known_factor(evidence, scale)
+    if not meaning or not evidence.explained(mean, scale * reference, reference):
+        return None
+    groups = equal_groups(gradients)
+    if len(groups) == 1:
+        return None
+    return (
+        f"{groups_in_words(evidence, groups)}, and their mean over all ranks is "
+        f"{times_the_reference(scale)}: {meaning}, and at least once not reduced"
+    )
+
+
+def ranks_disagree(evidence: Evidence) -> str | None:
+    """Ranks hold gradients of their own, and there is no reference for their mean."""
+    gradients = gradients_by_rank(evidence)
+    if evidence.reference_tensor() is not None or not gradients:
+        return None
+    groups = equal_groups(gradients)
+    if len(groups) == 1:
+        return None
+    fewest, most = min(groups, key=len), max(groups, key=len)
+    if len(groups) == 2 and len(fewest) < len(most):
+        odd = numbered("rank", fewest)
+        return f"{evidence.tensor_name} of {odd} differ from those of all other ranks, which agree"
+    return f"{groups_in_words(evidence, groups)}: not reduced over all replicas"
+
+
+def gradients_by_rank(evidence: Evidence) -> list[torch.Tensor]:
+    """Return every rank's copy of the gradient, an empty list if a rank has none."""
+    gradients = [evidence.actual_tensor(rank) for rank in range(len(evidence.metadata))]
+    return [] if any(gradient is None for gradient in gradients) else gradients
+
+
+def equal_groups(gradients: list[torch.Tensor]) -> list[list[int]]:
+    """Return the ranks in groups whose gradients are equal up to rounding."""
+    groups: list[list[int]] = []
+    for rank, gradient in enumerate(gradients):
+        for group in groups:
+            if (gradient - gradients[group[0]]).norm() <= SAME_GRADIENT * gradient.norm():
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return groups
+
+
+def one_group_a_replica(evidence: Evidence, groups: list[list[int]]) -> bool:
+    """Say whether there are as many groups as replicas, each as large as a replica."""
+    job = evidence.metadata[0]
+    return len(groups) == job["dp_degree"] and all(len(group) == job["tp_degree"] for group in groups)
+
+
+def groups_in_words(evidence: Evidence, groups: list[list[int]]) -> str:
+    """Return which ranks have equal gradients."""
+    if one_group_a_replica(evidence, groups):
+        return f"each of the {len(groups)} replicas has its own {evidence.tensor_name}"
+    listed = " ".join("{" + ranges(group) + "}" for group in groups[:8]) + (" ..." if len(groups) > 8 else "")
+    return f"{evidence.tensor_name} agree only within the groups of ranks {listed}"
+
+
+def accumulated(evidence: Evidence) -> str | None:
+    """Gradients of the step before were not cleared."""
+    pair, earlier = evidence.pair(), evidence.actual_tensor(step=evidence.step - 1)
+    if pair is None or earlier is None:
+        return None
+    actual, reference = pair
+    rest = evidence.unexplained(actual, reference + earlier, reference)
+    if rest > MAX_UNEXPLAINED:
+        return None
+    return (
+        f"gradients of step {evidence.step} are the reference plus those of step "
+        f"{evidence.step - 1}{up_to(rest)}: they were not cleared by zero_grad"
+    )
+
+
+def earlier_gradient(evidence: Evidence) -> str | None:
+    """The gradients are those of the step before."""
+    pair, earlier = evidence.pair(), evidence.actual_tensor(step=evidence.step - 1)
+    if pair is None or earlier is None:
+        return None
+    actual, reference = pair
+    rest = evidence.unexplained(actual, earlier, reference)
+    if rest > MAX_UNEXPLAINED:
+        return None
+    return f"gradients of step {evidence.step} are those of step {evidence.step - 1}{up_to(rest)}: stale"
+
+
+# ---------------------------------------------------------------- gradients: elements
+
+
+def few_ranks(evidence: Evidence) -> str | None:
+    """Most ranks have the right gradients: it is no mistake of the plan."""
+    pair, right = evidence.pair(), len(evidence.metadata) - len(evidence.ranks)
+    if pair is None or right <= len(evidence.ranks):
+        return None
+    actual, reference = pair
+    wrong = (actual - reference).abs() > 16 * evidence.eps() * reference.abs().max()
+    return (
+        f"{evidence.tensor_name} are wrong on {evidence.ranks_in_words} alone, in {int(wrong.sum())} of "
+        f"{actual.numel()} elements, and right on the other {right}: not the plan, but something that "
+        "happened there"
+    )
+
+
+# ---------------------------------------------------------------- updates: sums, factors and norms
+
+
+class Update(NamedTuple):
+    """An update that does not follow from its gradient, which agrees."""
+
+    delta: torch.Tensor
+    expected: torch.Tensor
+    rule: str  # what is expected, in words
+    rate: float | None  # the learning rate, None if it was not recorded
+    before: torch.Tensor  # the parameter before the step
+    rounding: float  # norm of the delta's rounding error: it is the difference of rounded parameters
+    difference: float  # norm of delta - expected
+
+    def is_explained(self, predicted: torch.Tensor) -> bool:
+        """Say whether a prediction of the delta explains it, up to rounding."""
+        if predicted.shape != self.delta.shape:
+            return False
+        return (self.delta - predicted).norm().item() <= MAX_UNEXPLAINED * self.difference + self.rounding
+
+
+def wrong_update(evidence: Evidence) -> Update | None:
+    """Return what is known of the update, None if it is as expected or a tensor is missing."""
+    job = evidence.metadata[0]
+    rate = job["learning_rate"] if isinstance(job["learning_rate"], int | float) else None
+    delta, gradient = (evidence.actual_tensor(kind=kind) for kind in ("deltas", "gradients"))
+    before = evidence.actual_tensor(kind="parameters", step=evidence.step - 1)
+    if delta is None or gradient is None or before is None:
+        return None
+    if job["optimizer"] == "SGD" and rate is not None:
+        expected, rule = -rate * gradient, SGD_RULE
+    else:
+        expected, rule = evidence.reference_tensor(kind="deltas"), "the reference's"
+    if expected is None or expected.shape != delta.shape:
+        return None
+    dtype_eps = eps_of(evidence.actual(evidence.rank)[evidence.step]["deltas", evidence.name])
+    rounding = dtype_eps * before.norm().item()
+    difference = (delta - expected).norm().item()
+    if not difference > 10 * rounding:
+        return None
+    return Update(delta, expected, rule, rate, before, rounding, difference)
+
+
+def not_updated(evidence: Evidence) -> str | None:
+    """The gradient is not zero, and the parameter does not change: never, or not in this step."""
+    delta = evidence.actual_tensor(kind="deltas")
+    if delta is None or evidence.actual_tensor(kind="gradients") is None or delta.any():
+        return None
+    steps = evidence.actual(evidence.rank)
+    deltas = [(name, evidence.actual_tensor(kind="deltas", name=name)) for name in evidence.names("deltas")]
+    still = [name for name, delta in deltas if not delta.any()]
+    do_not = "do not" if len(still) > 1 else "does not"
+    what = f"{', '.join(still)} of {evidence.ranks_in_words} {do_not} change"
+    by_step = [evidence.actual_tensor(kind="deltas", step=step) for step in range(1, len(steps))]
+    if not any(delta is not None and delta.any() for delta in by_step):
+        return (
+            f"{what} in any of {len(by_step)} steps, though the gradient is not zero: not updated by the "
+            "optimizer"
+        )
+    return f"{what} in step {evidence.step}, though the gradient is not zero: the update was skipped"
+
+
+def scaled_learning_rate(evidence: Evidence) -> str | None:
+    """The update has a constant factor."""
+    update = wrong_update(evidence)
+    if update is None:
+        return None
+    scale = factor(update.delta, update.expected)
+    if not update.is_explained(scale * update.expected):
+        return None
+    text = f"the update of {evidence.name} on {evidence.ranks_in_words} is {scale:.4g}x {update.rule}"
+    if update.rate is not None:
+        text += f": the learning rate acts as {scale * update.rate:.4g}, not {update.rate:g}"
+    meaning = known_update_factor(evidence, scale)
+    return f"{text}, {meaning}" if meaning else text
+
+
+def known_update_factor(evidence: Evidence, scale: float) -> str | None:
+    """Return which mistake gives an update this factor, None if no known one does.
+
+    Of the factors of a gradient, only the world size and 2 are also mistakes of a learning rate.
+    """
+    world = evidence.metadata[0]["world_size"]
+    if world > 1 and abs(scale / world - 1) <= 10 * SAME_FACTOR:
+        return f"scaled by the world size {world}"
+    return known_factor(evidence, scale) if abs(scale - 2) <= 10 * SAME_FACTOR else None
+
+
+def stale_gradient(evidence: Evidence) -> str | None:
+    """The update is made with the gradient of the step before."""
+    update = wrong_update(evidence)
+    earlier = evidence.actual_tensor(kind="gradients", step=evidence.step - 1)
+    if update is None or earlier is None or update.rule != SGD_RULE:
+        return None
+    if not update.is_explained(-update.rate * earlier):
+        return None
+    return (
+        f"the update of step {evidence.step} is -learning rate x the gradient of step {evidence.step - 1}: "
+        "the step is taken before the gradient has arrived"
+    )
+
+
+def momentum(evidence: Evidence) -> str | None:
+    """A share of the update before is added."""
+    update, earlier = wrong_update(evidence), evidence.actual_tensor(kind="deltas", step=evidence.step - 1)
+    if update is None or earlier is None or earlier.shape != update.delta.shape:
+        return None
+    share = factor(update.delta - update.expected, earlier)
+    if not 0 < share <= 1 or not update.is_explained(update.expected + share * earlier):
+        return None
+    return f"the update is {update.rule} plus {share:.3f} times the last update: momentum {share:.2f} is on"
+
+
+def weight_decay(evidence: Evidence) -> str | None:
+    """A share of the parameter is subtracted."""
+    update = wrong_update(evidence)
+    if update is None or update.rate is None:
+        return None
+    full_decay = -update.rate * update.before
+    decay = factor(update.delta - update.expected, full_decay)
+    if not decay > 0 or not update.is_explained(update.expected + decay * full_decay):
+        return None
+    return (
+        f"the update is {update.rule} minus {decay:.3g} x learning rate x parameter: weight decay "
+        f"{decay:.2g} is on"
+    )
+
+
+# ---------------------------------------------------------------- updates: elements
+
+
+def rounded_parameters(evidence: Evidence) -> str | None:
+    """The updated parameters are exact in a narrower type."""
+    return rounded_values(evidence._replace(kind="parameters"))
+
+
+def memory_changed(evidence: Evidence) -> str | None:
+    """At most one element in a thousand does not follow the rule of the optimizer."""
+    update = wrong_update(evidence)
+    if update is None:
+        return None
+    eps = eps_of(evidence.actual(evidence.rank)[0]["parameters", evidence.name])
+    # One element may have all of the rounding error, of which the norm only has a share.
+    strange = (update.delta - update.expected).abs() > 4 * eps * update.before.abs().max()
+    count = int(strange.sum())
+    if not 0 < count * 1000 < strange.numel():
+        return None
+    index = tuple(torch.nonzero(strange)[0].tolist())
+    before, after = update.before[index].item(), evidence.actual_tensor(kind="parameters")[index].item()
+    return (
+        f"{count} of {strange.numel()} elements of {evidence.name} on {evidence.ranks_in_words} do not "
+        f"follow {update.rule}: {list(index)} went from {before:.6g} to {after:.6g}, not by the optimizer: "
+        "memory was changed"
+    )
+
+
+def like_adam(evidence: Evidence) -> str | None:
+    """All elements move equally far, whatever their gradients."""
+    update = wrong_update(evidence)
+    if update is None or update.delta.numel() == 1:
+        return None
+    size = update.delta.abs()
+    if not size.std() < 0.1 * size.mean():
+        return None
+    return (
+        f"every element of {evidence.name} moves by about {size.mean():.3g}, whatever its gradient: an "
+        "optimizer such as Adam, not plain SGD"
+    )
