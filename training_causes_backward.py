@@ -1,7 +1,7 @@
 """Causes of a first difference in the gradients or the updates.
 
-Each function is one hypothesis: see training_evidence.py. training_diagnosis.py says which are tried, and
-in which order.
+Hypotheses, one function each, and their helpers. training_evidence.py says what a hypothesis is,
+training_diagnosis.py in which order they are tried.
 """
 
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from training_evidence import (
     Evidence,
     known_factor,
     numbered,
+    remainder_in_words,
     times_the_reference,
-    up_to,
 )
 
 SAME_GRADIENT = 1e-4  # norm of the difference of two ranks' copies of a gradient, over its norm
 SGD_RULE = "-learning rate x gradient"
 
-# ---------------------------------------------------------------- gradients: sums, factors and norms
+# ---------------------------------------------------------------- gradients: whole tensors
 
 
 def no_gradient(evidence: Evidence) -> str | None:
@@ -62,7 +62,7 @@ def not_reduced(evidence: Evidence) -> str | None:
             why = "not reduced" if one_group_a_replica(evidence, groups) else "reduced over the wrong group"
             return (
                 f"{groups_in_words(evidence, groups)}, and their {operation} over all ranks is the "
-                f"reference{up_to(rest)}: {why}"
+                f"reference{remainder_in_words(rest)}: {why}"
             )
     return None
 
@@ -145,7 +145,7 @@ def accumulated(evidence: Evidence) -> str | None:
         return None
     return (
         f"gradients of step {evidence.step} are the reference plus those of step "
-        f"{evidence.step - 1}{up_to(rest)}: they were not cleared by zero_grad"
+        f"{evidence.step - 1}{remainder_in_words(rest)}: they were not cleared by zero_grad"
     )
 
 
@@ -158,7 +158,8 @@ def earlier_gradient(evidence: Evidence) -> str | None:
     rest = evidence.unexplained(actual, earlier, reference)
     if rest > MAX_UNEXPLAINED:
         return None
-    return f"gradients of step {evidence.step} are those of step {evidence.step - 1}{up_to(rest)}: stale"
+    earlier_step = f"step {evidence.step - 1}{remainder_in_words(rest)}"
+    return f"gradients of step {evidence.step} are those of {earlier_step}: stale"
 
 
 # ---------------------------------------------------------------- gradients: elements
@@ -178,7 +179,7 @@ def few_ranks(evidence: Evidence) -> str | None:
     )
 
 
-# ---------------------------------------------------------------- updates: sums, factors and norms
+# ---------------------------------------------------------------- updates: whole tensors
 
 
 class Update(NamedTuple):

@@ -1,7 +1,7 @@
 """Causes of a first difference in the initial parameters, the outputs or the losses.
 
-Each function is one hypothesis: see training_evidence.py. training_diagnosis.py says which are tried, and
-in which order.
+Hypotheses, one function each, and their helpers. training_evidence.py says what a hypothesis is,
+training_diagnosis.py in which order they are tried.
 """
 
 import torch
@@ -36,19 +36,18 @@ def other_start(evidence: Evidence) -> str | None:
             return None
         correlations.append(correlation(actual, expected))
     if len(evidence.ranks) == len(evidence.metadata):
-        why = "another seed, or a broadcast from a rank that has one"
+        verb, why = "starts", "another seed, or a broadcast from a rank that has one"
     elif len(evidence.ranks) == 1:
-        why = "a seed of its own, and no broadcast"
+        verb, why = "starts", "a seed of its own, and no broadcast"
     else:
-        why = "seeds of their own, and no broadcast"
-    start = "start" if evidence.ranks_in_words.startswith("ranks") else "starts"
+        verb, why = "start", "seeds of their own, and no broadcast"
     return (
-        f"{evidence.ranks_in_words} {start} from other values of {evidence.name} (correlation "
+        f"{evidence.ranks_in_words} {verb} from other values of {evidence.name} (correlation "
         f"{max(correlations, key=abs):.2f} with the expected, the same spread): {why}"
     )
 
 
-# ---------------------------------------------------------------- outputs: sums and factors of whole tensors
+# ---------------------------------------------------------------- outputs: whole tensors
 
 
 def other_step(evidence: Evidence) -> str | None:
@@ -247,9 +246,8 @@ def dropped(evidence: Evidence) -> str | None:
     if not 0 < share < 1:
         return None
     scale = factor(actual[kept], reference[kept])
-    if abs(scale * (1 - share) - 1) > 0.05 or not evidence.explained(
-        actual, scale * reference * kept, reference
-    ):
+    makes_up_for_zeros = abs(scale * (1 - share) - 1) <= 0.05
+    if not makes_up_for_zeros or not evidence.explained(actual, scale * reference * kept, reference):
         return None
     return f"{share:.1%} of the outputs are zero and the rest {scale:.3f}x the reference: dropout is on"
 

@@ -1,7 +1,7 @@
 """Causes that any tensor may show: not finite, a factor, shards in the wrong place, a narrower type.
 
-Each function is one hypothesis: see training_evidence.py. training_diagnosis.py says which are tried, and
-in which order.
+Hypotheses, one function each, and their helpers. training_evidence.py says what a hypothesis is,
+training_diagnosis.py in which order they are tried.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from training_evidence import (
 
 NARROW_TYPES = (torch.bfloat16, torch.float16)
 
-# ---------------------------------------------------------------- sums, factors and norms of whole tensors
+# ---------------------------------------------------------------- whole tensors
 
 
 def rounding(evidence: Evidence) -> str | None:
@@ -76,7 +76,7 @@ def scaled(evidence: Evidence) -> str | None:
 
 
 def factors_by_rank(evidence: Evidence) -> list[float]:
-    """Return for each rank the factor by which it has the reference; none if that explains nothing."""
+    """Return for each rank the factor of its tensor to the reference, [] if that explains nothing."""
     factors = []
     for rank in evidence.ranks:
         pair = evidence.pair(rank)
@@ -98,21 +98,17 @@ def is_multiple(evidence: Evidence, name: str, expected: float) -> bool:
     if pair is None:
         return False
     actual, reference = pair
-    measured = factor(actual, reference)
-    return evidence.same_factor(measured, expected) and evidence.explained(
-        actual, expected * reference, reference
-    )
+    same = evidence.same_factor(factor(actual, reference), expected)
+    return same and evidence.explained(actual, expected * reference, reference)
 
 
-# ---------------------------------------------------------------- what takes the elements
+# ---------------------------------------------------------------- elements
 
 
 def not_finite(evidence: Evidence) -> str | None:
     """NaN or infinity appears here first."""
-    for run, tensor in (
-        ("reference", evidence.reference_tensor()),
-        ("actual run", evidence.actual_tensor()),
-    ):
+    tensors = {"reference": evidence.reference_tensor(), "actual run": evidence.actual_tensor()}
+    for run, tensor in tensors.items():
         if tensor is not None and not torch.isfinite(tensor).all():
             count = int((~torch.isfinite(tensor)).sum())
             return (
@@ -182,7 +178,7 @@ def transposed(evidence: Evidence) -> str | None:
     return f"{evidence.tensor_name} is transposed (that leaves {rest:.0e} of the difference)"
 
 
-# ---------------------------------------------------------------- shards
+# ---------------------------------------------------------------- elements: shards
 
 
 def shards(evidence: Evidence) -> str | None:
@@ -197,7 +193,7 @@ def shards(evidence: Evidence) -> str | None:
     ]
     for cut in cuts(evidence):
         for hypothesis in hypotheses:
-            cause = hypothesis(evidence, cut)
+            cause = hypothesis(cut)
             if cause:
                 return cause
     return None
@@ -206,11 +202,12 @@ def shards(evidence: Evidence) -> str | None:
 class Cut(NamedTuple):
     """A tensor cut into equal shards along one dimension, as the ranks of a mesh would hold it."""
 
+    step: int
     actual: list[torch.Tensor]
     reference: list[torch.Tensor]
     source: list[int | None]  # of each actual shard: which reference shard it equals, None if none
-    wrong: list[int]  # which actual shards are not the reference's
-    of_shards: str  # "of the 4 shards of ..." in words
+    wrong: list[int]  # which actual shards are not the reference's in the same place
+    of_shards: str  # "of the 4 shards of parameters 0.weight along dimension 0"
 
 
 def cuts(evidence: Evidence) -> Iterator[Cut]:
@@ -233,24 +230,24 @@ def cuts(evidence: Evidence) -> Iterator[Cut]:
             of_shards = f"of the {parts} shards of {evidence.tensor_name} along dimension {dim}"
             if not wrong:
                 return  # the difference is no more than rounding
-            yield Cut(ours, theirs, source, wrong, of_shards)
+            yield Cut(evidence.step, ours, theirs, source, wrong, of_shards)
 
 
-def shards_exchanged(evidence: Evidence, cut: Cut) -> str | None:
+def shards_exchanged(cut: Cut) -> str | None:
     """All shards are there, in another order."""
     if None in cut.source or len(set(cut.source)) < len(cut.source):
         return None
     return f"each {cut.of_shards} is another's, in the order {cut.source}: gathered or cut in the wrong order"
 
 
-def same_shard_everywhere(evidence: Evidence, cut: Cut) -> str | None:
+def same_shard_everywhere(cut: Cut) -> str | None:
     """One shard takes the place of all."""
     if None in cut.source or len(set(cut.source)) > 1:
         return None
     return f"each {cut.of_shards} is the reference's shard {cut.source[0]}: every rank holds the same shard"
 
 
-def shards_not_filled(evidence: Evidence, cut: Cut) -> str | None:
+def shards_not_filled(cut: Cut) -> str | None:
     """Some shards are zero, the others are right."""
     if len(cut.wrong) == len(cut.actual) or any(cut.actual[i].any() for i in cut.wrong):
         return None
@@ -258,7 +255,7 @@ def shards_not_filled(evidence: Evidence, cut: Cut) -> str | None:
     return f"{shards_are} zero, the others agree: it was never filled"
 
 
-def shards_repeated(evidence: Evidence, cut: Cut) -> str | None:
+def shards_repeated(cut: Cut) -> str | None:
     """Some shards take the place of others."""
     if None in cut.source or len(set(cut.source)) == len(cut.source):
         return None
@@ -267,9 +264,9 @@ def shards_repeated(evidence: Evidence, cut: Cut) -> str | None:
     )
 
 
-def shards_of_another_seed(evidence: Evidence, cut: Cut) -> str | None:
+def shards_of_another_seed(cut: Cut) -> str | None:
     """Before training, some shards have other random values, the others are right."""
-    if evidence.step != 0 or len(cut.wrong) == len(cut.actual):
+    if cut.step != 0 or len(cut.wrong) == len(cut.actual):
         return None
     actual = torch.cat([cut.actual[i].flatten() for i in cut.wrong])
     reference = torch.cat([cut.reference[i].flatten() for i in cut.wrong])
@@ -282,19 +279,16 @@ def shards_of_another_seed(evidence: Evidence, cut: Cut) -> str | None:
     )
 
 
-def shards_scaled(evidence: Evidence, cut: Cut) -> str | None:
+def shards_scaled(cut: Cut) -> str | None:
     """Each shard has a factor of its own."""
-    if evidence.step == 0 and len(cut.wrong) < len(cut.actual):
+    if cut.step == 0 and len(cut.wrong) < len(cut.actual):
         return None  # initial values that are scaled shard by shard are wrong in all of them
     if cut.actual[0].numel() == 1:
         return None  # any number is a multiple of another
-    pairs = list(zip(cut.actual, cut.reference, strict=True))
-    factors = [factor(actual, reference) for actual, reference in pairs]
-    predicted = [s * reference for s, reference in zip(factors, cut.reference, strict=True)]
-    rest = distance(cut.actual, predicted)
-    if rest > MAX_UNEXPLAINED * distance(cut.actual, cut.reference):
-        return None
-    if max(factors) - min(factors) <= SAME_FACTOR:
+    factors = [factor(*shards) for shards in zip(cut.actual, cut.reference, strict=True)]
+    predicted = [scale * shard for scale, shard in zip(factors, cut.reference, strict=True)]
+    explained = distance(cut.actual, predicted) <= MAX_UNEXPLAINED * distance(cut.actual, cut.reference)
+    if not explained or max(factors) - min(factors) <= SAME_FACTOR:
         return None
     return (
         f"each {cut.of_shards} is the reference's times a factor of its own, {min(factors):.4g} to "

@@ -4,6 +4,9 @@ A hypothesis is a function of an Evidence. It predicts the faulty tensor from ot
 summed instead of averaged" predicts dp_degree times the reference. It returns its cause in words if the
 prediction leaves at most MAX_UNEXPLAINED of the difference unexplained, and None otherwise. It also
 returns None if it does not apply, such as when a tensor that it takes was not recorded.
+
+There are two sorts of hypotheses, and in each file they stand apart. Some take sums, factors and norms of
+whole tensors. Others look at elements: at rows, shards, or exact values.
 """
 
 from collections.abc import Callable
@@ -54,7 +57,8 @@ class Evidence(NamedTuple):
     ) -> torch.Tensor | None:
         """Return a tensor of the actual run in float64, None if it was not recorded.
 
-        By default it is the tensor that differs, on the first rank that shows the difference.
+        By default it is the tensor that differs, on the first rank that shows the difference. Complex
+        numbers are pairs of real ones, in a last dimension of size 2.
         """
         return self._tensor(self.actual, rank, kind, name, step)
 
@@ -133,7 +137,7 @@ class Evidence(NamedTuple):
         return None if None in losses.values() else losses
 
 
-# ---------------------------------------------------------------- measuring
+# ---------------------------------------------------------------- measuring elements
 
 
 def correlation(actual: torch.Tensor, reference: torch.Tensor) -> float:
@@ -167,8 +171,8 @@ def times_the_reference(factor: float) -> str:
     return f"{factor:.2f}x the reference" if exact else f"{factor:.4g}x the reference"
 
 
-def up_to(unexplained: float) -> str:
-    """Return how well a prediction fits, in words."""
+def remainder_in_words(unexplained: float) -> str:
+    """Return what a prediction leaves unexplained."""
     return f" but for {unexplained:.0e} of the difference" if unexplained else " but for rounding"
 
 
