@@ -13,8 +13,6 @@ compare_training.py compares two such runs. What a rank holds at N ranks:
     tp    1/N of the hidden features             the whole global batch
 """
 
-import argparse
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +34,7 @@ from training_common import (
     initialize,
     make_batch,
     make_model,
+    make_parser,
     print_line,
     run_script,
     save_results,
@@ -45,9 +44,7 @@ from training_common import (
 
 def main(default_device: str = DEVICE_TYPE, default_backend: str = PROCESS_GROUP_BACKEND) -> None:
     """Parse the options, shard the model, train, and save this rank's records."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--parallelism", choices=("ddp", "fsdp", "tp"), required=True, help="how to distribute the model"
     )

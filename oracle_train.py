@@ -8,8 +8,6 @@ initial parameters, which make_model draws from the seed, and the formula of the
 file, rank-0.pt: the whole global batch, against which compare_training.py holds any number of ranks.
 """
 
-import argparse
-
 import numpy as np
 import torch
 
@@ -19,6 +17,7 @@ from training_common import (
     LEARNING_RATE,
     add_job_arguments,
     make_model,
+    make_parser,
     prepare_output_dir,
     print_line,
     run_script,
@@ -108,9 +107,7 @@ def train_oracle(kind: str, seed: int, steps: int) -> list[dict]:
 
 def main() -> None:
     """Train as the options say and write the one file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--model", choices=("eager", "simplefsdp"), required=True, help="with or without biases"
     )

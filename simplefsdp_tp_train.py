@@ -15,8 +15,6 @@ A column holds the same quarter of the hidden features, each rank a sixteenth of
     dp=15      60    61    62    63
 """
 
-import argparse
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,6 +35,7 @@ from training_common import (
     initialize,
     make_batch,
     make_model,
+    make_parser,
     print_line,
     run_script,
     save_results,
@@ -116,9 +115,7 @@ class SimpleFSDPModel(torch.nn.Module):
 
 def main() -> None:
     """Parse the options, shard and compile the model, train, and save this rank's records."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_run_arguments(parser)
     parser.add_argument(
         "--compile-backend",

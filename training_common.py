@@ -5,6 +5,7 @@ but torch is imported. Edit the constants, or replace make_model and make_batch 
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -204,12 +205,24 @@ def average_losses(records: list[dict], device: torch.device, group=None) -> Non
         record["loss"] = loss
 
 
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser that keeps the description's lines and reports an error in one line, exit status 2."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    _report_in_one_line(parser)
+    return parser
+
+
+def _report_in_one_line(parser: argparse.ArgumentParser) -> None:
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
+
+
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that every script has which trains, distributed or not."""
     _add(parser, "--seed", SEED, "seed of the initial parameters", type=_whole_number(0))
     _add(parser, "--steps", STEPS, "training steps", type=_whole_number(1))
     _add(parser, "--output-dir", "results/latest", "where rank-<rank>.pt is written", type=Path)
-    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
+    _report_in_one_line(parser)  # for a parser that make_parser did not make
 
 
 def add_run_arguments(
@@ -352,6 +365,26 @@ def torch_neuronx_version() -> str | None:
         return None
 
 
+def is_stand_in(version: str | None) -> bool:
+    """Return whether a torch-neuronx version is our tests' stand-in, which computes on the CPU."""
+    return version is not None and "standin" in version
+
+
+@contextlib.contextmanager
+def write_then_rename(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, which the block writes; rename it to `path` at the block's end.
+
+    A block that raises leaves neither, and `path` as it was: what stands under this name is complete.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def prepare_output_dir(directory: Path, clear: bool = True) -> None:
     """Make the directory, check that it can be written, and with clear remove an earlier run's files.
 
@@ -427,12 +460,9 @@ def save_results(
     Without degrees and ranks of a mesh, every rank is a data-parallel replica.
     optimizer "SGD" states that an update is -learning_rate times the gradient, which the comparison
     then checks. Name any other optimizer, or SGD with momentum or weight decay, differently.
-    The file loads with torch.load(path, weights_only=True). Each is written under a temporary name
-    and renamed, rank 0's after all others: a directory with a rank-0.pt is a finished run.
+    The file loads with torch.load(path, weights_only=True). Rank 0's gets its name after all others:
+    a directory with a rank-0.pt is a finished run.
     """
-    version = torch_neuronx_version() if args.device == "neuron" else None
-    # Our tests replace torch-neuronx by a package that computes on the CPU: never a Neuron result.
-    stand_in = version is not None and "standin" in version
     metadata = {
         "format": FORMAT,
         "model": model,
@@ -443,12 +473,25 @@ def save_results(
         "dp_rank": rank if dp_rank is None else dp_rank,
         "tp_degree": tp_degree,
         "tp_rank": tp_rank,
-        "seed": args.seed,
-        "steps": args.steps,
         "global_batch_size": global_batch_size,
         "learning_rate": learning_rate,
         "optimizer": optimizer,
-        "device": "stand-in" if stand_in else args.device,
+        **_describe_launch(args),
+    }
+    with write_then_rename(args.output_dir / f"rank-{rank}.pt") as temporary:
+        torch.save({"metadata": metadata, "records": records}, temporary)
+        if dist.is_initialized() and rank == 0:
+            dist.barrier()
+    if dist.is_initialized() and rank != 0:
+        dist.barrier()
+
+
+def _describe_launch(args: argparse.Namespace) -> dict:
+    version = torch_neuronx_version() if args.device == "neuron" else None
+    return {
+        "seed": args.seed,
+        "steps": args.steps,
+        "device": "stand-in" if is_stand_in(version) else args.device,
         "backend": args.backend,
         "compile_backend": getattr(args, "compile_backend", None),
         "torch_version": str(torch.__version__),
@@ -456,14 +499,6 @@ def save_results(
         "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
         "saved_at": time.time(),  # seconds since 1970; tells a run from its copy
     }
-    path = args.output_dir / f"rank-{rank}.pt"
-    temporary = path.with_suffix(".pt.tmp")
-    torch.save({"metadata": metadata, "records": records}, temporary)
-    if dist.is_initialized() and rank == 0:
-        dist.barrier()
-    temporary.replace(path)
-    if dist.is_initialized() and rank != 0:
-        dist.barrier()
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -159,6 +159,35 @@ def test_train_fails_when_nothing_is_updated():
         training_common.train({"w": weight}, torch.optim.SGD([weight], lr=0.0), 1, train_step)
 
 
+def test_file_gets_its_name_when_it_is_complete(tmp_path):
+    path = tmp_path / "rank-0.pt"
+    path.write_text("old")
+    with pytest.raises(OSError, match="disk full"), training_common.write_then_rename(path) as temporary:
+        temporary.write_text("half")
+        raise OSError("disk full")
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-0.pt"] and path.read_text() == "old"
+    with training_common.write_then_rename(path) as temporary:
+        temporary.write_text("new")
+        assert temporary.name == "rank-0.pt.tmp" and path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-0.pt"] and path.read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("version", "stand_in"), [(None, False), ("2.14.3.0", False), ("2.14.0+standin", True)]
+)
+def test_stand_in_is_told_by_its_version(version, stand_in):
+    assert training_common.is_stand_in(version) == stand_in
+
+
+def test_parser_keeps_the_description_and_reports_in_one_line(capsys):
+    parser = training_common.make_parser("First line.\n\n    python x.py\n")
+    assert "First line.\n\n    python x.py\n" in parser.format_help()
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(["--unknown"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: --unknown; --help lists the options\n"
+
+
 def test_sizes_that_do_not_divide_are_named():
     training_common.check_divides("HIDDEN_FEATURES", 256, 4, "tp ranks")
     with pytest.raises(InputError, match="HIDDEN_FEATURES = 256 does not divide evenly over 3 tp ranks"):
