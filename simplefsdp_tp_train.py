@@ -45,7 +45,7 @@ from training_common import (
 COMPILE_BACKEND = "neuron"  # aot_eager on a CPU: the same graphs, run operation by operation
 
 
-class GatheredWeight(torch.nn.Module):
+class SimpleFSDPWeight(torch.nn.Module):
     """Turn a weight sharded over (dp, tp) into one sharded over tp alone, differentiably.
 
     The gather over dp is a DTensor operation inside the model, where a compiler sees it; its
@@ -54,6 +54,7 @@ class GatheredWeight(torch.nn.Module):
 
     def __init__(self, mesh: DeviceMesh, shape: tuple[int, int], dp_dim: int, tp_dim: int) -> None:
         super().__init__()
+        self.mesh = mesh
         self.dp_mesh, self.tp_mesh = mesh["dp"], mesh["tp"]
         self.shape = shape
         self.dp_dim, self.tp_dim = dp_dim, tp_dim
@@ -93,8 +94,8 @@ class SimpleFSDPModel(torch.nn.Module):
         first, second = model[0].weight.detach(), model[2].weight.detach()
         self.first = self._shard(first, mesh, dp_dim=1, tp_dim=0)
         self.second = self._shard(second, mesh, dp_dim=0, tp_dim=1)
-        self.gather_first = GatheredWeight(mesh, tuple(first.shape), dp_dim=1, tp_dim=0)
-        self.gather_second = GatheredWeight(mesh, tuple(second.shape), dp_dim=0, tp_dim=1)
+        self.gather_first = SimpleFSDPWeight(mesh, tuple(first.shape), dp_dim=1, tp_dim=0)
+        self.gather_second = SimpleFSDPWeight(mesh, tuple(second.shape), dp_dim=0, tp_dim=1)
 
     @staticmethod
     def _shard(weight: torch.Tensor, mesh: DeviceMesh, dp_dim: int, tp_dim: int) -> torch.nn.Parameter:

@@ -138,38 +138,40 @@ def print_line(text: str) -> None:
 
 
 def train(
-    parameters: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
     optimizer: torch.optim.Optimizer,
     steps: int,
-    train_step: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    train_step: Callable[[int], tuple[torch.Tensor | None, torch.Tensor | None]],
 ) -> list[dict]:
     """Train and return one record per step, every tensor in full and on the CPU.
 
-    parameters: name -> parameter, for instance dict(model.named_parameters()).
-    train_step(step): runs forward and backward and returns this rank's output and loss.
+    parameters: name -> parameter, for instance dict(model.named_parameters()), or only the parameters.
+    train_step(step): runs forward and backward and returns this rank's output and loss, None for
+    what it does not have.
     A record holds "output", "loss" and "local_loss" (floats, equal until average_losses is called),
     and by parameter name "gradients", "parameters" (after the optimizer's step) and "deltas". The first
     one also holds "initial", the parameters before training. Frozen parameters (requires_grad=False)
     are recorded under "parameters" and "initial" only.
+
+    On purpose, three things differ from the tutorial's train. Records are dictionaries by name, so that a
+    finding names its parameter; from a list the names are "0", "1" and so on. Each rank returns its own
+    loss, and average_losses reduces all steps' at once. Frozen parameters need no gradient.
 
     Raises ValueError for fewer than one step, RuntimeError if a parameter got no gradient or no
     parameter changed: nothing was trained then, and there would be nothing to compare.
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}; use at least one training step")
-    records = []
+    if not isinstance(parameters, Mapping):
+        parameters = {str(index): parameter for index, parameter in enumerate(parameters)}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     updated = initial = dict(zip(parameters, full_cpu_list(parameters.values()), strict=True))
+    records = []
     for step in range(steps):
         before = updated
         optimizer.zero_grad()
         output, loss = train_step(step)
-        missing = [name for name, parameter in trained.items() if parameter.grad is None]
-        if missing:
-            raise RuntimeError(
-                f"step {step + 1}: no gradient reached parameter {missing[0]}; if it is not to be "
-                "trained, set its requires_grad to False"
-            )
+        _check_gradients(trained, step)
         # Copied before the step, because an optimizer may change gradients in place.
         gradients = [parameter.grad.detach().clone() for parameter in trained.values()]
         optimizer.step()
@@ -178,11 +180,12 @@ def train(
         deltas = {name: updated[name] - before[name] for name in trained}
         if not any(torch.count_nonzero(delta) for delta in deltas.values()):
             raise RuntimeError(f"step {step + 1}: the optimizer changed no parameter")
+        loss = None if loss is None else float(loss.detach())
         records.append(
             {
-                "output": full_cpu(output),
-                "loss": float(loss.detach()),
-                "local_loss": float(loss.detach()),
+                "output": None if output is None else full_cpu(output),
+                "loss": loss,
+                "local_loss": loss,
                 "gradients": dict(zip(trained, full[: len(gradients)], strict=True)),
                 "parameters": updated,
                 "deltas": deltas,
@@ -193,16 +196,27 @@ def train(
     return records
 
 
+def _check_gradients(trained: Mapping[str, torch.Tensor], step: int) -> None:
+    missing = [name for name, parameter in trained.items() if parameter.grad is None]
+    if missing:
+        raise RuntimeError(
+            f"step {step + 1}: no gradient reached parameter {missing[0]}; if it is not to be "
+            "trained, set its requires_grad to False"
+        )
+
+
 def average_losses(records: list[dict], device: torch.device, group=None) -> None:
     """Replace each record's "loss" by its mean over the ranks of a group (default: all ranks).
 
-    The losses of all steps travel in one all-reduce after training, not in one per step.
+    The losses of all steps travel in one all-reduce after training, not in one per step. A rank without
+    a loss (None) stays so, and the others' mean is NaN: give the group of the ranks that have one.
     """
-    losses = torch.tensor([record["local_loss"] for record in records], device=device)
+    local = [record["local_loss"] for record in records]
+    losses = torch.tensor([float("nan") if loss is None else loss for loss in local], device=device)
     dist.all_reduce(losses, group=group)
     losses /= dist.get_world_size(group)
     for record, loss in zip(records, losses.tolist(), strict=True):
-        record["loss"] = loss
+        record["loss"] = None if record["local_loss"] is None else loss
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import RANKS, ROOT, SCRIPTS, STEPS, launch, run
 
+import simplefsdp_tp_train
 import training_common
 from training_common import InputError, make_batch, make_model
 
@@ -140,6 +141,55 @@ def parameter_and_optimizer(grad=True):
         return weight, weight.sum()
 
     return weight, train_step
+
+
+def test_train_takes_a_list_and_neither_output_nor_loss_as_the_tutorials_does():
+    weights = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(3))]
+
+    def train_step(step):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        return (None, None) if step == 0 else (weights[0], weights[0].sum())
+
+    for parameters in (weights, iter(weights)):
+        first, second = training_common.train(parameters, torch.optim.SGD(weights, lr=0.5), 2, train_step)
+        for kind in ("gradients", "parameters", "deltas"):
+            assert list(first[kind]) == ["0", "1"]
+        assert torch.equal(first["deltas"]["1"], torch.full((3,), -0.5))
+        # Recorded, and as nothing: a file without these keys would be one of another format.
+        assert [first[key] for key in ("output", "loss", "local_loss")] == [None, None, None]
+        assert second["output"].shape == (2,) and second["loss"] == second["local_loss"]
+        assert isinstance(second["loss"], float)
+
+
+def test_losses_that_are_none_stay_none(monkeypatch):
+    monkeypatch.setattr(training_common.dist, "all_reduce", lambda losses, group: losses.mul_(3))
+    monkeypatch.setattr(training_common.dist, "get_world_size", lambda group: 2)
+    records = [{"loss": loss, "local_loss": loss} for loss in (None, 4.0)]
+    training_common.average_losses(records, torch.device("cpu"))
+    assert records == [{"loss": None, "local_loss": None}, {"loss": 6.0, "local_loss": 4.0}]
+
+
+def test_gradients_are_those_before_the_optimizers_step():
+    weight, train_step = parameter_and_optimizer()
+
+    class ClippingSGD(torch.optim.SGD):
+        def step(self):
+            weight.grad.mul_(0.5)
+            super().step()
+
+    (record,) = training_common.train({"w": weight}, ClippingSGD([weight], lr=0.1), 1, train_step)
+    assert record["gradients"]["w"].tolist() == [1.0, 1.0]
+
+
+def test_weights_know_the_whole_mesh_as_the_tutorials_do():
+    class Mesh(dict):
+        def size(self):
+            return 2
+
+    mesh = Mesh(dp=Mesh(), tp=Mesh())
+    weight = simplefsdp_tp_train.SimpleFSDPWeight(mesh, (8, 4), dp_dim=1, tp_dim=0)
+    assert weight.mesh is mesh and weight.tp_shape == (4, 4)
 
 
 def test_train_refuses_fewer_than_one_step():
