@@ -1051,7 +1051,7 @@ def change_gather(patch, before=None, after=None, gradient=Partial):
         stride = (self.shape[1], 1)
         return DTensor.from_local(whole, self.tp_mesh, [Shard(self.tp_dim)], shape=self.shape, stride=stride)
 
-    patch(simplefsdp.GatheredWeight, "gather", gather)
+    patch(simplefsdp.SimpleFSDPWeight, "gather", gather)
 
 
 @case("simplefsdp_tp", 1, LAST_GRADIENT_WITHOUT_BIAS, None)
