@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from compare_training import eps_of, ranges
-from diagnose_training import factor
 from training_causes_general import rounded_values
 from training_evidence import (
     MAX_UNEXPLAINED,
@@ -20,6 +18,8 @@ from training_evidence import (
     remainder_in_words,
     times_the_reference,
 )
+from training_records import ranges
+from training_tolerance import eps_of, factor
 
 SAME_GRADIENT = 1e-4  # norm of the difference of two ranks' copies of a gradient, over its norm
 SGD_RULE = "-learning rate x gradient"

@@ -6,8 +6,6 @@ training_diagnosis.py in which order they are tried.
 
 import torch
 
-from compare_training import ranges
-from diagnose_training import factor
 from training_evidence import (
     MAX_UNEXPLAINED,
     SAME_FACTOR,
@@ -17,6 +15,8 @@ from training_evidence import (
     times_the_reference,
     unrelated,
 )
+from training_records import ranges
+from training_tolerance import factor
 
 MAX_UNEXPLAINED_BY_BATCH = 0.1  # for another step's batch: the parameters have changed since
 ROW_ROUNDING = 1e-6  # norm of the difference of two right computations of an output, over its norm

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from diagnose_training import factor
 from training_evidence import (
     MAX_UNEXPLAINED,
     ROUNDING_EPS,
@@ -21,6 +20,7 @@ from training_evidence import (
     times_the_reference,
     unrelated,
 )
+from training_tolerance import factor
 
 NARROW_TYPES = (torch.bfloat16, torch.float16)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import training_causes_backward as backward
 import training_causes_forward as forward
 import training_causes_general as general
-from compare_training import Steps
 from training_evidence import Evidence
+from training_records import Steps
 
 START = [
     general.not_finite,

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from compare_training import Steps, eps_of, ranges, wide
+from training_records import Steps, ranges
+from training_tolerance import eps_of, wide
 
 MAX_UNEXPLAINED = 1e-3  # share of the difference that a named cause may leave unexplained, without rounding
 ROUNDING_EPS = 4.0  # norm of the difference of two right computations, in eps times the norm of the tensor

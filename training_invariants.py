@@ -78,7 +78,8 @@ class InvariantChecks:
             self._check_against_other_replicas(rank, steps)
             self._first_ranks[replica] = rank
         for step, tensors in enumerate(steps):
-            for key in self._rank_0[step].keys() - tensors.keys():
+            # A script may return no output or no loss on some ranks.
+            for key in self._rank_0[step].keys() - tensors.keys() - {OUTPUT, LOSS}:
                 self._fail(step, key, rank, "ranks agree", ": rank 0 has it, this rank has not")
             for key, tensor in tensors.items():
                 self._check_tensor(step, key, rank, replica, tensor)
@@ -99,12 +100,12 @@ class InvariantChecks:
 
     def _check_tensor(self, step: int, key: Key, rank: int, replica: int, tensor: torch.Tensor) -> None:
         place = step, key, replica if key == OUTPUT else None
-        if rank == (self._first_ranks[replica] if key == OUTPUT else 0):
+        first = self._firsts.get(place)
+        if first is None and (rank == 0 or key in (OUTPUT, LOSS)):
             self._firsts[place] = tensor
             if message := self._check_values(place, rank, tensor):
                 self._not_finite[place] = message
             return
-        first = self._firsts.get(place)
         if first is None:
             self._fail(step, key, rank, "ranks agree", ": this rank has it, rank 0 has not")
             return

@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import RANKS, copy_run, edit, edit_all
 
+from training_diagnosis import find_cause
+
 NOISE = torch.Generator().manual_seed(0)
 
 
@@ -75,14 +77,12 @@ def test_cause_is_right_or_not_named(cause, change, rank, words):
 
 
 def test_transposed_square_matrix_is_named():
-    import diagnose_training
-
     right = torch.randn(8, 8, generator=NOISE)
     key = "gradients", "w"
     steps = [{("parameters", "w"): right}, {key: right.T.contiguous()}]
     expected = [{("parameters", "w"): right}, {key: right}]
     metadata = [{"dp_degree": 1, "tp_degree": 1, "world_size": 1, "dp_rank": 0, "optimizer": "SGD"}]
-    found = diagnose_training.find_cause((1, *key), [0], lambda _: steps, lambda _: expected, metadata, [[]])
+    found = find_cause((1, *key), [0], lambda _: steps, lambda _: expected, metadata, [[]])
     assert "gradients w is transposed" in found
 
 

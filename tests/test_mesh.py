@@ -61,7 +61,7 @@ def test_clean_mesh_passes(check, against):
     assert done.out.count("parity=passed" if against else "invariants=held") == 4
     if against:
         # Two steps of an output, a loss and two tensors of each kind, and the initial parameters.
-        counts = dict(outputs=8, losses=8, gradients=16, parameters=24, deltas=16)
+        counts = {"outputs": 8, "losses": 8, "gradients": 16, "parameters": 24, "deltas": 16}
         for kind, count in counts.items():
             assert f"\n{kind:12}{count:9}{0:12}{'0 eps':>16}" in done.out
 
@@ -163,12 +163,12 @@ def test_one_of_two_gradients_may_be_zero_in_a_step(check):
 
 @pytest.mark.parametrize("kind", ["gradients", "parameters", "deltas", "output"])
 def test_a_rank_with_another_type_differs_though_its_values_are_equal(check, kind):
-    exact = dict(
-        parameters={"weight": torch.arange(1.0, 9)},
-        gradients=lambda step: {"weight": torch.full((8,), 2.0)},
-        outputs=lambda step: torch.arange(1.0, 33).reshape(8, 4),
-        rate=0.5,
-    )
+    exact = {
+        "parameters": {"weight": torch.arange(1.0, 9)},
+        "gradients": lambda step: {"weight": torch.full((8,), 2.0)},
+        "outputs": lambda step: torch.arange(1.0, 33).reshape(8, 4),
+        "rate": 0.5,
+    }
 
     def change(content):
         record = content["records"][0]

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import faulty_runs
 
-from compare_training import Run, compare_runs, find_cause
+from training_comparison import cause_of, compare_runs
+from training_records import Run
 
 MODES = ("ddp", "fsdp", "tp", "simplefsdp_tp")
 SEEDS = (0, 1, 2)
@@ -47,10 +48,10 @@ def examine(directory, mode, reference=None):
     """Return the first finding, those found against the reference, and the likely cause."""
     actual = Run(directory, faulty_runs.RANKS[mode])
     reference = reference and Run(reference, faulty_runs.RANKS[mode], may_be_whole=True)
-    verdict = compare_runs(reference, actual)
-    cause = find_cause(verdict, reference, actual) if verdict.findings else None
-    first = verdict.findings[0] if verdict.findings else None
-    return first, [finding for finding in verdict.findings if finding.check == "reference"], cause
+    outcome = compare_runs(reference, actual)
+    cause = cause_of(outcome, reference, actual) if outcome.findings else None
+    first = outcome.findings[0] if outcome.findings else None
+    return first, [finding for finding in outcome.findings if finding.check == "reference"], cause
 
 
 def oracle_of(bank, mode, seed=0):

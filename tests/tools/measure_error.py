@@ -35,8 +35,10 @@ def worker(mode: str, seeds: int, steps: int, folder: Path) -> None:
     import torch.distributed as dist
 
     import training_common
-    from compare_training import DEFAULT, Comparison, Run, slacks_of, steps_of
     from oracle_train import train_oracle
+    from training_comparison import Comparison
+    from training_records import OUTPUT, slacks_of, steps_of
+    from training_tolerance import DEFAULT
 
     name, options = SCRIPTS[mode]
     script = importlib.import_module(name)
@@ -44,16 +46,15 @@ def worker(mode: str, seeds: int, steps: int, folder: Path) -> None:
     worst = {}
 
     def keep(args, records, **metadata):
-        whole = Run.__new__(Run)
-        whole.whole, whole.directory = True, Path("oracle")
-        whole.first = {
+        whole = {
             "metadata": {"learning_rate": 0.01},
             "records": train_oracle(metadata["model"], args.seed, steps),
         }
-        actual = steps_of({"records": records})
+        expected = steps_of(whole)
+        for tensors in expected[1:]:  # the oracle's output is that of the whole batch
+            tensors[OUTPUT] = tensors[OUTPUT].chunk(metadata["dp_degree"])[metadata["dp_rank"]]
         comparison = Comparison(DEFAULT, any_type=True)
-        fresh = [set(tensors) for tensors in actual]
-        comparison.add(metadata, whole.steps(0, metadata), actual, fresh, slacks_of(whole.first))
+        comparison.add(metadata, expected, steps_of({"records": records}), slacks_of(whole))
         for kind, results in comparison.by_kind().items():
             for field in ("eps", "needed_rtol", "score"):
                 largest = max(getattr(result, field) for result in results)
