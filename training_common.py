@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -131,10 +132,11 @@ def _assemble(tensor: DTensor, columns: torch.Tensor) -> torch.Tensor:
     return blocks.permute(order).reshape(tensor.shape)
 
 
-def print_line(text: str) -> None:
-    """Print a line in one write: ranks that share a terminal then do not write into each other's."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print to stdout in one write: ranks that share a terminal then do not write into each other's lines."""
+    stream = stream or sys.stdout
+    stream.write(text + "\n")
+    stream.flush()
 
 
 def train(
@@ -270,9 +272,9 @@ def _whole_number(least):
 def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
     """Check the options against the launch, start the process group, return rank, size and device.
 
-    Every rank checks the same before the first collective, so that a mistake ends all of them with
-    the same line instead of leaving some waiting. An earlier run's files are removed last, when
-    everything is in order. Raises InputError.
+    All ranks compare their options first, and then each checks the same before the first collective: a
+    mistake ends all of them with one line instead of leaving some waiting. An earlier run's files are
+    removed last, when everything is in order. Raises InputError.
     """
     try:
         rank, world_size, local_rank, local_world_size = (
@@ -283,6 +285,9 @@ def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
             f"RANK or WORLD_SIZE is not set ({error}): start this script with torchrun, for instance: "
             f"torchrun --standalone --nproc-per-node={args.expected_world_size} {' '.join(sys.argv)}"
         ) from None
+    store = next(dist.rendezvous("env://"))[0]
+    store.set_timeout(default_pg_timeout)  # as init_process_group does with a store of its own
+    check_same_options(store, rank, world_size, args)
     if args.backend not in BACKENDS[args.device]:
         raise InputError(
             f"--device {args.device} does not go with --backend {args.backend}; "
@@ -300,32 +305,36 @@ def initialize(args: argparse.Namespace) -> tuple[int, int, torch.device]:
             f"--compile-backend {compile_backend} is not known to torch; "
             f"use {'neuron' if args.device == 'neuron' else 'aot_eager'} with --device {args.device}"
         )
-    store = next(dist.rendezvous("env://"))[0]
-    store.set_timeout(default_pg_timeout)  # as init_process_group does with a store of its own
-    check_same_options(store, rank, args)
     prepare_output_dir(args.output_dir, clear=local_rank == 0)
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size)
     return rank, world_size, device
 
 
-def check_same_options(store: dist.Store, rank: int, args: argparse.Namespace) -> None:
-    """Raise InputError unless this rank was started with rank 0's script and options.
+def check_same_options(store: dist.Store, rank: int, world_size: int, args: argparse.Namespace) -> None:
+    """Raise InputError on every rank unless all were started with rank 0's script and options.
 
     Ranks that differ in steps or mode, as on a second node, would wait for each other in a collective.
-    None is needed to find out: rank 0 leaves its options in the store that the launcher provides.
+    Here they meet in the store that the launcher provides: each compares its options with rank 0's, and
+    all wait until one has found a difference or the last one has found none.
     """
     options = {"script": Path(sys.argv[0]).name} | {key: str(value) for key, value in vars(args).items()}
     del options["output_dir"]
     if rank == 0:
         store.set("parity-options", json.dumps(options))
-        return
     of_rank_0 = json.loads(store.get("parity-options"))
-    for key in options.keys() | of_rank_0.keys():
-        if options.get(key) != of_rank_0.get(key):
-            raise InputError(
-                f"rank {rank} was started with {key} {options.get(key)}, rank 0 with {of_rank_0.get(key)}; "
-                "start the same job on every node"
-            )
+    different = [key for key in options | of_rank_0 if options.get(key) != of_rank_0.get(key)]
+    if different:
+        key = different[0]
+        store.set(
+            "parity-difference",
+            f"rank {rank} was started with {key} {options.get(key)}, rank 0 with {of_rank_0.get(key)}; "
+            "start the same job on every node",
+        )
+    elif store.add("parity-same-options", 1) == world_size:
+        store.set("parity-difference", "")
+    difference = store.get("parity-difference").decode()
+    if difference:
+        raise InputError(difference)
 
 
 def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: int) -> torch.device:
@@ -520,10 +529,10 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}", sys.stderr)
         sys.exit(2)
     except Exception as error:
-        traceback.print_exc()
+        print_line(traceback.format_exc().rstrip(), sys.stderr)
         if re.search("[Cc]onnection (closed|reset|refused)", str(error)):
             # Another rank died first. Let the launcher notice that one before it notices us.
             time.sleep(2)

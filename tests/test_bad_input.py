@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,11 +40,11 @@ def started(monkeypatch, tmp_path):
     """initialize(options), as one rank of a launch would call it, up to the first collective."""
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: None)
     monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
-    monkeypatch.setattr(training_common, "check_same_options", lambda store, rank, args: None)
+    monkeypatch.setattr(training_common, "check_same_options", lambda store, rank, world_size, args: None)
 
-    def start(*options, rank=0, world_size=4):
-        for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
-            monkeypatch.setenv(name, str(value))
+    def start(*options, rank=0, world_size=4, local_rank=None):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank if local_rank is None else local_rank))
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.setenv(name, str(world_size))
         defaults = ["--expected-world-size", world_size, "--output-dir", tmp_path / "results"]
@@ -108,24 +111,71 @@ def test_wrong_world_size(started):
         started(*CPU, "--expected-world-size", 8)
 
 
-@pytest.mark.parametrize(
-    "change", [("--steps", 9), ("--seed", 1), ("--device", "cuda"), ("--output-dir", "x")]
-)
-def test_ranks_of_different_jobs(monkeypatch, change):
+@pytest.fixture
+def options_of_ranks(monkeypatch):
+    """check_same_options on three ranks at once: what each rank raised, None for nothing."""
+
+    def check(*namespaces):
+        store = dist.HashStore()
+        store.set_timeout(timedelta(seconds=20))
+
+        def rank_in_thread(rank):
+            try:
+                check_same_options(store, rank, len(namespaces), namespaces[rank])
+            except InputError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(len(namespaces)) as ranks:
+            return list(ranks.map(rank_in_thread, range(len(namespaces))))
+
+    return check
+
+
+@pytest.mark.parametrize("change", [("--steps", 9), ("--seed", 1), ("--device", "cuda")])
+def test_ranks_of_different_jobs_all_end_with_one_line(options_of_ranks, change):
+    option, value = change
+    name, default = option.removeprefix("--"), getattr(arguments(), option.removeprefix("--"))
+    line = f"rank 2 was started with {name} {value}, rank 0 with {default}; start the same job on every node"
+    assert options_of_ranks(arguments(), arguments(), arguments(*change)) == [line, line, line]
+
+
+def test_ranks_of_one_job_start(options_of_ranks):
+    # The output directory may be another one on another node.
+    assert options_of_ranks(arguments(), arguments(), arguments("--output-dir", "x")) == [None, None, None]
+    assert options_of_ranks(arguments()) == [None]
+
+
+def test_ranks_of_different_scripts(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(sys, "argv", ["/here/distributed_train.py"])
-    check_same_options(store, 0, arguments())
-    monkeypatch.setattr(sys, "argv", ["/there/distributed_train.py"])
-    check_same_options(store, 1, arguments())
-    name = change[0].removeprefix("--")
-    if name == "output-dir":  # may be another one on another node
-        check_same_options(store, 3, arguments(*change))
-        return
-    with pytest.raises(InputError, match=f"rank 3 was started with {name} {change[1]}, rank 0 with "):
-        check_same_options(store, 3, arguments(*change))
+    store.set("parity-difference", "")  # as if all had been compared
+    for path in ("/here/distributed_train.py", "/there/distributed_train.py"):
+        monkeypatch.setattr(sys, "argv", [path])
+        check_same_options(store, int(path.startswith("/there")), 3, arguments())
     monkeypatch.setattr(sys, "argv", ["reference_train.py"])
     with pytest.raises(InputError, match="script reference_train.py, rank 0 with distributed_train.py;"):
-        check_same_options(store, 3, arguments())
+        check_same_options(store, 2, 3, arguments())
+
+
+def test_nodes_of_different_jobs_both_end(tmp_path):
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    nodes = []
+    for node in (0, 1):
+        command = [sys.executable, ROOT / "launch.py", "--nnodes=2", "--nproc-per-node=1"]
+        command += [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        command += [ROOT / "distributed_train.py", "--parallelism", "ddp"]
+        command += cpu_options(2, tmp_path / str(node), steps=2 + node)
+        command = [str(part) for part in command]
+        nodes.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [node.communicate(timeout=120)[1] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    line = "error: rank 1 was started with steps 3, rank 0 with 2; start the same job on every node\n"
+    assert all(line in text for text in errors), errors
+    assert [node.returncode for node in nodes] == [2, 2]
 
 
 def test_neuron_without_the_package(started):
@@ -231,7 +281,7 @@ def test_an_earlier_runs_files_are_cleared(started, tmp_path):
     (tmp_path / "rank-5.pt.tmp").touch()
     started(*CPU, "--output-dir", tmp_path, rank=1)
     assert len(list(tmp_path.iterdir())) == 3  # the first rank of a node clears, no other
-    started(*CPU, "--output-dir", tmp_path, rank=0)
+    started(*CPU, "--output-dir", tmp_path, rank=2, local_rank=0)  # of the second node
     assert list(tmp_path.iterdir()) == []
 
 
@@ -243,6 +293,33 @@ def test_bad_sizes_leave_an_earlier_runs_files(monkeypatch, capsys, tmp_path):
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("error: HIDDEN_FEATURES = 256 does not divide evenly over 3")
     assert (tmp_path / "rank-0.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "written", "status"),
+    [
+        (InputError("--steps is 0"), r"error: --steps is 0\n", 2),
+        (RuntimeError("diverged"), r"Traceback .*\nRuntimeError: diverged\n", 1),
+    ],
+)
+def test_an_exception_is_one_write_and_a_failure(monkeypatch, error, written, status):
+    stderr = Mock()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with pytest.raises(SystemExit) as stop:
+        training_common.run_script(Mock(side_effect=error))
+    assert stop.value.code == status
+    ((text,),) = (call.args for call in stderr.write.call_args_list)  # ranks share a terminal
+    assert re.fullmatch(written, text, re.DOTALL)
+
+
+def test_an_unknown_option_is_one_write(monkeypatch):
+    stderr = Mock()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with pytest.raises(SystemExit):
+        arguments("--unknown")
+    stderr.write.assert_called_once_with(
+        "error: unrecognized arguments: --unknown; --help lists the options\n"
+    )
 
 
 def failed_launch(done):
@@ -453,6 +530,29 @@ def test_launch_on_a_port_that_is_in_use(call, launch_here, tmp_path, option):
         options = [*option.format(port).split(), "--nproc-per-node=2", ROOT / "distributed_train.py"]
         done = call(launch_script.main, *options, "--parallelism", "ddp", *cpu_options(2, tmp_path))
     assert f"port {port} is in use or no port; name another" in failed_launch(done)
+
+
+def test_stopped_launch_ends_with_the_signals_status(tmp_path):
+    (tmp_path / "waits.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    command = [
+        sys.executable,
+        ROOT / "launch.py",
+        "--standalone",
+        "--nproc-per-node=1",
+        tmp_path / "waits.py",
+    ]
+    with subprocess.Popen(
+        [str(part) for part in command],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.splitlines()[-1] == "error: stopped by SIGTERM; no rank is left running"
 
 
 def test_killed_rank_ends_the_run_and_leaves_no_complete_result(tmp_path):
