@@ -182,3 +182,28 @@ def compare(call):
     import compare_training
 
     return partial(call, compare_training.main)
+
+
+@pytest.fixture
+def made_cause(compare, tmp_path):
+    """Alter some ranks of a made-up run and return the likely cause that is printed.
+
+    against: None for the run alone, "run" for one of as many ranks, "whole" for one of one rank.
+    """
+
+    from made_runs import make_run
+
+    def call(change, ranks=(0, 1, 2, 3), against="run", of="actual", options=(), **made):
+        directory = {"actual": make_run(tmp_path / "actual", **made)}
+        options = ["--actual-dir", directory["actual"], "--world-size", 4, *options]
+        if against:
+            whole = {"dp": 1, "tp": 1} if against == "whole" else {}
+            directory["reference"] = make_run(tmp_path / "reference", **{**made, **whole})
+            options += ["--reference-dir", directory["reference"]]
+        for rank in ranks:
+            edit(directory[of], rank, change)
+        done = compare(*options)
+        assert (done.status, done.err) == (1, ""), done.err + done.out
+        return next(line for line in done.out.splitlines() if line.startswith("Likely cause: "))[14:]
+
+    return call

@@ -9,12 +9,24 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import pytest
 import torch
 
 SAMPLES = 8  # of the global batch
 FEATURES = 24  # of an output
 KINDS = ("outputs", "losses", "gradients", "parameters", "deltas")
 CLOCK = count(1)
+
+NOT_KNOWN = "not known, nothing that we look for explains it"
+# What a factor of 2 or 1/2 may mean on this mesh.
+SUMMED = (
+    "summed over the 2 data-parallel replicas instead of averaged, or summed over the 2 tensor-parallel "
+    "ranks once too often"
+)
+DIVIDED = (
+    "divided by the 2 data-parallel replicas once too often, or divided by the 2 tensor-parallel ranks, "
+    "over which it must not be averaged"
+)
 
 
 def noise(*shape: int, seed: int) -> torch.Tensor:
@@ -23,13 +35,13 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
 
 
 def some_parameters() -> dict[str, torch.Tensor]:
-    """Return two parameters of float32."""
-    return {"weight": noise(6, 4, seed=1), "bias": noise(6, seed=2)}
+    """Return two parameters of float32, one of which could be the bias of the outputs."""
+    return {"weight": noise(24, 4, seed=1), "bias": noise(24, seed=2)}
 
 
 def some_gradients(step: int) -> dict[str, torch.Tensor]:
     """Return the gradients of a step for these parameters."""
-    return {"weight": 0.1 * noise(6, 4, seed=10 + step), "bias": 0.1 * noise(6, seed=20 + step)}
+    return {"weight": 0.1 * noise(24, 4, seed=10 + step), "bias": 0.1 * noise(24, seed=20 + step)}
 
 
 def some_outputs(step: int) -> torch.Tensor:
@@ -100,3 +112,86 @@ def mismatched(out: str) -> dict[str, int]:
 def broken(out: str) -> set[str]:
     """Return the invariants that are broken in a run, by the printed table."""
     return set(re.findall(r"^  broken \d+ times: (.+?): ", out, re.MULTILINE))
+
+
+# ---------------------------------------------------------------- changes, each of one rank's content
+
+
+def fault(change, sentence: str, *ranks: int):
+    """Return the parameters of a test: a change, the cause that is named, and the ranks it is made on."""
+    return pytest.param(change, sentence, ranks or (0, 1, 2, 3))
+
+
+def output(change, step=1):
+    """Replace a rank's output by change(output), or by change(output, metadata) where it takes more."""
+
+    def edit_output(content):
+        record, about = content["records"][step - 1], content["metadata"]
+        two = change.__code__.co_argcount > 1
+        record["output"] = (change(record["output"], about) if two else change(record["output"])).clone()
+
+    return edit_output
+
+
+def gradient(change, *names, step=1):
+    """Replace the gradients of these names, of all without any."""
+
+    def edit_gradients(content):
+        gradients, about = content["records"][step - 1]["gradients"], content["metadata"]
+        for name in names or tuple(gradients):
+            two = change.__code__.co_argcount > 1
+            value = change(gradients[name], about) if two else change(gradients[name])
+            gradients[name] = value.contiguous().clone()
+
+    return edit_gradients
+
+
+def start(change, name="weight"):
+    """Replace an initial parameter."""
+
+    def edit_start(content):
+        initial = content["records"][0]["initial"]
+        initial[name] = change(initial[name], content["metadata"]).contiguous().clone()
+
+    return edit_start
+
+
+def follow(update):
+    """Train with update(gradient, parameter, last update, last gradient), the last two None at first."""
+
+    def retrain(content):
+        before, last = content["records"][0]["initial"], {}
+        for record in content["records"]:
+            gradients, after = record["gradients"], {}
+            for name, value in before.items():
+                delta = update(gradients[name], value, *last.get(name, (None, None)))
+                after[name] = (value + delta).to(value.dtype)
+            record["deltas"] = {name: after[name] - before[name] for name in gradients}
+            last = {name: (record["deltas"][name], gradients[name]) for name in gradients}
+            record["parameters"], before = after, after
+
+    return retrain
+
+
+def other(tensor, size, seed=5):
+    """Return noise of a size relative to a tensor, in norm."""
+    values = noise(*tensor.shape, seed=seed).to(tensor.dtype)
+    return values * (size * tensor.norm() / values.norm())
+
+
+def near(size, change=lambda tensor: tensor):
+    """Return a change that leaves so much, relative to the result."""
+    return lambda tensor: change(tensor) + other(change(tensor), size)
+
+
+def put(value):
+    def change(tensor):
+        tensor.view(-1)[3] = value
+        return tensor
+
+    return change
+
+
+def chunks(order, dim=0):
+    """Return the tensor's shards in another order."""
+    return lambda g: torch.cat([g.chunk(len(order), dim)[i] for i in order], dim)

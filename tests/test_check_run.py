@@ -370,3 +370,68 @@ def test_neuron_monitor(check, tmp_path):
         assert "--   NeuronCores in use" in check(titan_log(), "--neuron-monitor", record).out
     record.unlink()
     assert check(titan_log(), "--neuron-monitor", record).status == 2
+
+
+# ---------------------------------------------------------------- one step away from what passes
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[rank3]:torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "error: rank 3 failed first: exit status 1; its log: x",
+        "[rank3]:Traceback (most recent call last):",
+    ],
+)
+def test_death_after_the_last_step(check, line):
+    result = check([*titan_log(), line])
+    assert (result.status, result.failed) == (1, {"no rank died"})
+    assert line.strip() in result.out
+
+
+@pytest.mark.parametrize(
+    ("losses", "total", "every", "done"),
+    [
+        (LOSSES, 10, 1, True),
+        (LOSSES[:9], 10, 1, False),
+        (LOSSES, 11, 1, False),
+        (LOSSES, 9, 1, False),
+        (LOSSES[:4], 30, 10, True),
+        (LOSSES[:4], 39, 10, True),
+        (LOSSES[:4], 40, 10, False),
+        (LOSSES[:4], 29, 10, False),
+    ],
+)
+def test_last_step(check, losses, total, every, done):
+    result = check(titan_log(losses, total=total, every=every, later=0.5))
+    assert result.failed == (set() if done else {"all steps done"})
+
+
+def test_second_run_without_start_lines(check):
+    # Its steps begin anew; its losses, other than the first run's, would be dropped.
+    again = [line for line in titan_log([loss + 1 for loss in LOSSES]) if "step:" in line]
+    result = check(titan_log() + again)
+    assert result.failed == {"steps appear"}
+    assert "the log of more than one run?" in result.out
+
+
+def test_clock_that_was_set_back_tells_no_time(check):
+    lines = [line.replace("tps: 1,174  ", "") for line in titan_log(later=-1.5)]
+    result = check(lines)
+    assert (result.status, result.failed) == (0, set())
+    assert "--   second step is faster" in result.out
+
+
+@pytest.mark.parametrize(("later", "faster"), [(14.9, True), (15.1, False)])
+def test_second_step_takes_half_of_the_first_at_most(check, later, faster):
+    result = check(titan_log(LOSSES[:2], total=2, later=later))
+    assert result.failed == (set() if faster else {"second step is faster"})
+
+
+def test_trend_is_that_of_the_first_ten_steps(check):
+    result = check(titan_log([*LOSSES, *(9.0 + i for i in range(5))], total=15, later=0.5))
+    assert result.status == 0
+    assert "6.80000 at step 10; trend -0.148 a step" in result.out
+    rising = [6.0 + 0.1 * i for i in range(10)]
+    result = check(titan_log([*rising, *(5.0 - i for i in range(5))], total=15, later=0.5))
+    assert result.failed == {"loss falls"}

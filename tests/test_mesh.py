@@ -156,7 +156,7 @@ def test_a_step_without_any_gradient(check):
 
 def test_one_of_two_gradients_may_be_zero_in_a_step(check):
     def gradients(step):
-        return {"weight": noise(6, 4, seed=step), "bias": (0.0 if step == 1 else 1.0) * noise(6, seed=step)}
+        return {"weight": noise(24, 4, seed=step), "bias": (0.0 if step == 1 else 1.0) * noise(24, seed=step)}
 
     assert check(nothing, gradients=gradients).status == 0
 

@@ -162,7 +162,7 @@ def test_a_delta_has_the_slack_of_its_gradient_times_the_learning_rate(judge, er
 
 
 def test_slack_is_for_its_own_tensor_and_not_for_parameters(judge):
-    made = {"slack": {"bias": torch.full((6,), 1e-3)}}
+    made = {"slack": {"bias": torch.full((24,), 1e-3)}}
     assert judge(add("gradients", 0.9e-3), whole=True, **made) == {"gradients": 4}
     assert judge(add("parameters", 0.9e-3, name="bias"), whole=True, **made) == {"parameters": 4}
 

@@ -87,6 +87,8 @@ def test_faulty_runs(bank, capsys):
         named += cause is not None
         marks = ["x" if found else "-" for found in (by_reference, by_oracle, by_invariant, between)]
         rows.append([name, case.mode, *marks, "x" if located else "-", cause or "(none named)"])
+    # A diagnosis that breaks off says so there, and names no cause.
+    problems += capsys.readouterr().err.splitlines()
 
     with capsys.disabled():
         heads = ["case", "mode", "reference", "oracle", "invariant", "two faulty runs", "located", "cause"]

@@ -1,0 +1,401 @@
+"""Causes of wrong gradients and updates: the whole sentence, and near misses, which have none.
+
+Each is planted in a made-up run. The mesh is 2 x 2: ranks 0 and 1 are replica 0, ranks 2 and 3
+replica 1. Arguments of the changes: g, o and p are a gradient, an output and a parameter, about is the
+rank's metadata.
+"""
+
+import pytest
+import torch
+from made_runs import (
+    DIVIDED,
+    NOT_KNOWN,
+    SUMMED,
+    chunks,
+    fault,
+    follow,
+    gradient,
+    near,
+    noise,
+    other,
+    put,
+    some_gradients,
+)
+
+# ---------------------------------------------------------------- gradients
+
+
+def without(*names, moved=False):
+    def change(content):
+        initial = content["records"][0]["initial"]
+        for step, record in enumerate(content["records"], start=1):
+            for name in names:
+                del record["gradients"][name], record["deltas"][name]
+                record["parameters"][name] = initial[name] + (0.1 * step if moved else 0)
+
+    return change
+
+
+def replicas(r, about, mean=1.0):
+    """Return a gradient of the replica's own; those of the two have the mean times the reference."""
+    return mean * r + (1 if about["dp_rank"] else -1) * other(r, 0.5)
+
+
+def terms(r, about):
+    first = other(r, 1.0)
+    return [first / 2, (r - first) / 2][about["dp_rank"]]
+
+
+def by_shard(*factors, dim=0):
+    """Return the tensor with a factor for each shard."""
+    return lambda g: torch.cat(
+        [s * part for s, part in zip(factors, g.chunk(len(factors), dim), strict=True)], dim
+    )
+
+
+GRADIENTS = [
+    fault(
+        without("bias"),
+        "every rank: no gradient of bias in 2 of 2 steps, and the values do not change: frozen "
+        "(requires_grad is False)",
+    ),
+    fault(
+        without("bias", moved=True),
+        "every rank: no gradient of bias in 2 of 2 steps, yet bias change: frozen (requires_grad is False)",
+    ),
+    fault(
+        without("bias"),
+        "ranks 1, 3: no gradient of bias in 2 of 2 steps, and the values do not change: frozen "
+        "(requires_grad is False)",
+        1,
+        3,
+    ),
+    fault(
+        gradient(put(torch.inf), "weight"),
+        "the first value that is not finite in the actual run is in gradients weight of step 1, on "
+        "every rank: 1 of 96 elements; everything before is finite",
+    ),
+    fault(
+        gradient(put(7.0), "weight"),
+        "gradients weight are wrong on rank 2 alone, in 1 of 96 elements, and right on the other 3: "
+        "not the plan, but something that happened there",
+        2,
+    ),
+    fault(gradient(lambda g: g + other(g, 0.1), "weight"), NOT_KNOWN, 2, 3),
+    fault(
+        gradient(replicas),
+        "each of the 2 replicas has its own gradients bias, and their mean over all ranks is the "
+        "reference but for rounding: not reduced",
+    ),
+    fault(
+        gradient(terms),
+        "each of the 2 replicas has its own gradients bias, and their sum over all ranks is the "
+        "reference but for rounding: not reduced",
+    ),
+    fault(
+        gradient(lambda r, about: replicas(r, about, 0.5)),
+        "each of the 2 replicas has its own gradients bias, and their mean over all ranks is 0.50x "
+        f"the reference: {DIVIDED}, and at least once not reduced",
+    ),
+    fault(gradient(lambda r, about: replicas(r, about, 0.7)), NOT_KNOWN),
+    fault(gradient(lambda r, about: replicas(r, about) + other(r, 0.01, 8)), NOT_KNOWN),
+    fault(
+        gradient(lambda g: g + some_gradients(1)["bias"], "bias", step=2),
+        "gradients of step 2 are the reference plus those of step 1 but for rounding: they were not "
+        "cleared by zero_grad",
+    ),
+    fault(gradient(lambda g: g + 1.1 * some_gradients(1)["bias"], "bias", step=2), NOT_KNOWN),
+    fault(
+        gradient(lambda g: some_gradients(1)["bias"], "bias", step=2),
+        "gradients of step 2 are those of step 1 but for rounding: stale",
+    ),
+    fault(gradient(lambda g: 1.1 * some_gradients(1)["bias"], "bias", step=2), NOT_KNOWN),
+    fault(
+        gradient(lambda g: 2 * g),
+        f"gradients of every rank are 2.00x the reference: {SUMMED}, or applied or accumulated twice",
+    ),
+    fault(
+        gradient(lambda g: 2 * g, "bias"), f"gradients bias of every rank are 2.00x the reference: {SUMMED}"
+    ),
+    fault(gradient(lambda g: g / 2), f"gradients of every rank are 0.50x the reference: {DIVIDED}"),
+    fault(
+        gradient(lambda g: g / 4),
+        "gradients of every rank are 0.25x the reference: divided by the 2 data-parallel replicas "
+        "twice too often, or divided by the world size 4",
+    ),
+    fault(
+        gradient(lambda g: 4 * g, "weight"),
+        "gradients weight of every rank are 4.00x the reference: multiplied by the world size 4",
+    ),
+    fault(gradient(lambda g: -g), "gradients of every rank are -1.00x the reference: of the wrong sign"),
+    fault(gradient(lambda g: -g, "weight"), NOT_KNOWN),
+    fault(
+        gradient(lambda g: 96 * g),
+        "gradients of every rank are 96.00x the reference: summed over the 96 elements of the output "
+        "instead of averaged",
+    ),
+    fault(
+        gradient(lambda g: 1024 * g),
+        "gradients of every rank are 1024.00x the reference: a loss scale of 1024 that was not removed",
+    ),
+    fault(
+        gradient(lambda g: 16 * g),
+        "gradients of every rank are 16.00x the reference: a loss scale of 16 that was not removed",
+    ),
+    fault(gradient(lambda g: 8 * g), NOT_KNOWN),
+    fault(gradient(lambda g: 1000 * g), NOT_KNOWN),
+    fault(
+        gradient(lambda g: 0.3 * g),
+        "gradients of every rank are 0.30x the reference, all by the same factor: clipped to a total "
+        "norm of 0.3423, or scaled with the loss",
+    ),
+    fault(gradient(lambda g: 0.3 * g, "weight"), NOT_KNOWN),
+    fault(gradient(lambda g: 1.3 * g), NOT_KNOWN),
+    fault(
+        gradient(lambda g, about: (1.3 + 0.7 * about["dp_rank"]) * g),
+        "gradients bias is the reference times a factor that each rank has for itself, 1.3 to 2: "
+        "scaled by a norm or a count of the rank's own",
+    ),
+    fault(
+        gradient(chunks((1, 0)), "weight"),
+        "each of the 2 shards of gradients weight along dimension 0 is another's, in the order [1, "
+        "0]: gathered or cut in the wrong order",
+    ),
+    fault(
+        gradient(chunks((1, 2, 3, 0), dim=1), "weight"),
+        "each of the 4 shards of gradients weight along dimension 1 is another's, in the order [1, 2, "
+        "3, 0]: gathered or cut in the wrong order",
+    ),
+    fault(
+        gradient(chunks((0, 0)), "weight"),
+        "each of the 2 shards of gradients weight along dimension 0 is the reference's shard 0: every "
+        "rank holds the same shard",
+    ),
+    fault(
+        gradient(chunks((0, 0, 2, 1)), "weight"),
+        "each of the 4 shards of gradients weight along dimension 0 is one of the reference's, in the "
+        "order [0, 0, 2, 1]: some twice, some missing",
+    ),
+    fault(
+        gradient(by_shard(1, 0), "weight"),
+        "shard 1 of the 2 shards of gradients weight along dimension 0 is zero, the others agree: it "
+        "was never filled",
+    ),
+    fault(
+        gradient(by_shard(0, 1, 0, 0), "weight"),
+        "shards 0, 2-3 of the 4 shards of gradients weight along dimension 0 are zero, the others "
+        "agree: it was never filled",
+    ),
+    fault(
+        gradient(by_shard(2, 3), "weight"),
+        "each of the 2 shards of gradients weight along dimension 0 is the reference's times a factor "
+        "of its own, 2 to 3: scaled by a norm of the local shard",
+    ),
+    fault(
+        gradient(by_shard(0.5, 1, 1, 1, dim=1), "weight"),
+        "each of the 4 shards of gradients weight along dimension 1 is the reference's times a factor "
+        "of its own, 0.5 to 1: scaled by a norm of the local shard",
+    ),
+    fault(gradient(near(1e-2, by_shard(2, 3)), "weight"), NOT_KNOWN),
+    fault(
+        gradient(lambda g: g.bfloat16().float()),
+        "gradients bias: all 24 values are exact in bfloat16, of the reference's 0.0%: computed or "
+        "reduced in bfloat16",
+    ),
+    fault(gradient(lambda g: g.flip(0), "weight"), NOT_KNOWN),
+    fault(gradient(lambda g: g + other(g, 0.1), "weight"), NOT_KNOWN),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence", "ranks"), GRADIENTS)
+def test_cause_of_gradients(made_cause, change, sentence, ranks):
+    assert made_cause(change, ranks) == sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence", "ranks"),
+    [
+        fault(
+            gradient(lambda g: 1.5 * g, "weight"),
+            "gradients weight of rank 2 differ from those of all other ranks, which agree",
+            2,
+        ),
+        fault(
+            gradient(lambda g: 1.5 * g, "weight"),
+            "each of the 2 replicas has its own gradients weight: not reduced over all replicas",
+            2,
+            3,
+        ),
+        fault(
+            gradient(lambda g, about: (1 + about["rank"]) * g, "weight"),
+            "gradients weight agree only within the groups of ranks {0} {1} {2} {3}: not reduced over all "
+            "replicas",
+        ),
+    ],
+)
+def test_gradients_that_differ_without_a_reference(made_cause, change, sentence, ranks):
+    assert made_cause(change, ranks, against=None) == sentence
+
+
+@pytest.mark.parametrize(
+    ("against", "sentence"),
+    [
+        (
+            None,
+            "gradients bias agree only within the groups of ranks {0, 2} {1, 3}: not reduced over all "
+            "replicas",
+        ),
+        (
+            "run",
+            "gradients bias agree only within the groups of ranks {0, 2} {1, 3}, and their mean over all "
+            "ranks is the reference but for rounding: reduced over the wrong group",
+        ),
+    ],
+)
+def test_gradients_reduced_over_the_wrong_group(made_cause, against, sentence):
+    change = gradient(lambda r, about: r + (1 if about["dp_rank"] % 2 else -1) * other(r, 0.5))
+    assert made_cause(change, against=against, dp=4, tp=1) == sentence
+
+
+def square(step):
+    return {"weight": noise(8, 8, seed=step)}
+
+
+def test_transposed_gradient(made_cause):
+    made = {"parameters": {"weight": noise(8, 8, seed=9)}, "gradients": square}
+    assert (
+        made_cause(gradient(lambda g: g.T), **made)
+        == "gradients weight is transposed (that leaves 0e+00 of the difference)"
+    )
+
+
+# ---------------------------------------------------------------- updates
+
+
+def momentum(size):
+    return lambda g, p, last, stale: -0.01 * g + (0 if last is None else size * last)
+
+
+UPDATES = [
+    (
+        follow(lambda g, p, last, stale: 0 * g),
+        "weight, bias of every rank do not change in any of 3 steps, though the gradient is not zero: "
+        "not updated by the optimizer",
+    ),
+    (
+        follow(lambda g, p, last, stale: -0.01 * g * (last is None)),
+        "weight, bias of every rank do not change in step 2, though the gradient is not zero: the "
+        "update was skipped",
+    ),
+    (
+        follow(lambda g, p, last, stale: (p - 0.01 * g).bfloat16().float() - p),
+        "parameters weight: all 96 values are exact in bfloat16, of the reference's 0.0%: computed or "
+        "reduced in bfloat16",
+    ),
+    (
+        follow(lambda g, p, last, stale: -0.03 * g),
+        "the update of weight on every rank is 3x -learning rate x gradient: the learning rate acts "
+        "as 0.03, not 0.01",
+    ),
+    (
+        follow(lambda g, p, last, stale: -0.02 * g),
+        "the update of weight on every rank is 2x -learning rate x gradient: the learning rate acts "
+        f"as 0.02, not 0.01, {SUMMED}, or applied or accumulated twice",
+    ),
+    (
+        follow(lambda g, p, last, stale: -0.04 * g),
+        "the update of weight on every rank is 4x -learning rate x gradient: the learning rate acts "
+        "as 0.04, not 0.01, scaled by the world size 4",
+    ),
+    (
+        follow(lambda g, p, last, stale: 0.01 * g),
+        "the update of weight on every rank is -1x -learning rate x gradient: the learning rate acts "
+        "as -0.01, not 0.01",
+    ),
+    (
+        follow(lambda g, p, last, stale: -0.01 * (g if stale is None else stale)),
+        "the update of step 2 is -learning rate x the gradient of step 1: the step is taken before "
+        "the gradient has arrived",
+    ),
+    (
+        follow(momentum(0.9)),
+        "the update is -learning rate x gradient plus 0.900 times the last update: momentum 0.90 is on",
+    ),
+    (
+        follow(momentum(1.0)),
+        "the update is -learning rate x gradient plus 1.000 times the last update: momentum 1.00 is on",
+    ),
+    (follow(momentum(1.5)), NOT_KNOWN),
+    (follow(momentum(-0.5)), NOT_KNOWN),
+    (
+        follow(lambda g, p, last, stale: -0.01 * (g + 0.1 * p)),
+        "the update is -learning rate x gradient minus 0.1 x learning rate x parameter: weight decay "
+        "0.1 is on",
+    ),
+    (follow(lambda g, p, last, stale: -0.01 * (g - 0.1 * p)), NOT_KNOWN),
+    (
+        follow(lambda g, p, last, stale: -0.01 * g.sign()),
+        "every element of weight moves by about 0.01, whatever its gradient: an optimizer such as "
+        "Adam, not plain SGD",
+    ),
+    (follow(lambda g, p, last, stale: -0.01 * (g + other(g, 0.1))), NOT_KNOWN),
+]
+
+
+@pytest.mark.parametrize("against", [None, "run"])
+@pytest.mark.parametrize(("change", "sentence"), UPDATES)
+def test_cause_of_an_update(made_cause, change, sentence, against):
+    assert made_cause(change, against=against, steps=3) == sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            follow(lambda g, p, last, stale: -0.03 * g),
+            "the update of weight on every rank is 3x the reference's: the learning rate acts as 0.03, "
+            "not 0.01",
+        ),
+        (
+            follow(momentum(0.9)),
+            "the update is the reference's plus 0.900 times the last update: momentum 0.90 is on",
+        ),
+        (follow(lambda g, p, last, stale: -0.01 * (g if stale is None else stale)), NOT_KNOWN),
+        (
+            follow(lambda g, p, last, stale: -0.01 * (g + 0.1 * p)),
+            "the update is the reference's minus 0.1 x learning rate x parameter: weight decay 0.1 is on",
+        ),
+    ],
+)
+def test_cause_of_an_update_of_another_optimizer(made_cause, change, sentence):
+    assert made_cause(change, steps=3, optimizer="AdamW") == sentence
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (
+            1,
+            "1 of 4096 elements of weight on rank 1 do not follow -learning rate x gradient: [0, 7] went "
+            "from -2.44947 to -1.94829, not by the optimizer: memory was changed",
+        ),
+        (
+            2,
+            "2 of 4096 elements of weight on rank 1 do not follow -learning rate x gradient: [0, 7] went "
+            "from -2.44947 to -1.94829, not by the optimizer: memory was changed",
+        ),
+        (5, NOT_KNOWN),
+    ],
+)
+def test_memory_that_was_changed(made_cause, changed, sentence):
+    def change(content):
+        values = content["records"][1]["parameters"]["weight"], content["records"][1]["deltas"]["weight"]
+        for value in values:
+            value.view(-1)[7 : 7 + changed] += 0.5
+        for record in content["records"][2:]:
+            record["parameters"]["weight"].view(-1)[7 : 7 + changed] += 0.5
+
+    parameters = {"weight": noise(64, 64, seed=9)}
+    gradients = lambda step: {"weight": noise(64, 64, seed=step)}  # noqa: E731
+    made = {"parameters": parameters, "gradients": gradients, "steps": 3}
+    assert made_cause(change, (1,), **made) == sentence
