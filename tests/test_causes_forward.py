@@ -107,8 +107,8 @@ def test_shards_from_another_seed(made_cause, wrong, sentence):
 def test_ranks_that_start_from_other_values_without_a_reference(made_cause):
     change = start(lambda p, about: noise(24, 4, seed=50 + about["rank"]))
     assert made_cause(change, (2,), against=None) == (
-        "rank 2 starts from other values of weight (correlation 0.15 with the expected, the same spread): a seed "
-        "of its own, and no broadcast"
+        "rank 2 starts from other values of weight (correlation 0.15 with the expected, the same spread): "
+        "a seed of its own, and no broadcast"
     )
 
 
