@@ -252,3 +252,10 @@ def test_files_that_are_no_records(call, tmp_path):
 
 def test_steps_are_checked(call):
     assert call(parity.main, "--steps", "0").status == 2
+
+
+def test_wrong_options_are_refused_in_one_line(call):
+    result = call(parity.main, "--family", "gpt2")
+    assert result.status == 2
+    assert result.err.startswith("error: argument --family: invalid choice: 'gpt2'")
+    assert result.err.count("\n") == 1

@@ -42,6 +42,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 
 from titan import deepseek_v3, llama3  # noqa: E402
 from titan.simple_fsdp import SelectiveWithCpuAttention  # noqa: E402
+from training_common import make_parser, write_then_rename  # noqa: E402
 
 RECIPES = {
     "llama3_8b": llama3.simple_fsdp_llama3_8b,
@@ -377,7 +378,7 @@ def measure(layout: dict, layers: int | None) -> dict:
 
 def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
-    parser = argparse.ArgumentParser(description="Measure the memory of one rank's training step.")
+    parser = make_parser(__doc__)
     parser.add_argument("layout", type=json.loads, help="JSON object, see above")
     parser.add_argument("output", type=Path, help="file for the JSON list of results")
     return parser.parse_args()
@@ -388,7 +389,8 @@ def main() -> None:
     args = parse_args()
     dist_utils.init_fake_mode(args.layout["ranks"])
     results = [measure(args.layout, layers) for layers in args.layout["layers"]]
-    args.output.write_text(json.dumps(results))
+    with write_then_rename(args.output) as new:
+        new.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

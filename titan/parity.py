@@ -47,7 +47,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_common import InputError  # noqa: E402
+from training_common import InputError, make_parser  # noqa: E402
 from training_tolerance import NORM_EPS, factor, relative_error  # noqa: E402
 
 EPS = 2.0**-23
@@ -376,7 +376,7 @@ def train(family: str, args: argparse.Namespace) -> Path:
 
 def parse_args() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(description="Parity of SimpleFSDP, FSDP2 and one rank in TorchTitan.")
+    parser = make_parser(__doc__)
     parser.add_argument("--family", choices=FAMILIES, action="append", help="default: both; repeatable")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("REFERENCE", "ACTUAL"), help="no training")
     parser.add_argument("--steps", type=int, default=3, help="training steps (default: 3)")

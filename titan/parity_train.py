@@ -7,10 +7,10 @@
     --plan fsdp2        the same model, data and optimizer by upstream's fully_shard, eager, all kept
     --plan seed         no training: write the initial parameters as a checkpoint that all others load
 
-Two things differ from a plain TorchTitan run, so that runs on different meshes can be compared. The
-same seed gives other parameters on another mesh: all load one seed checkpoint. And the loader deals
-documents out by data-parallel rank, so that another mesh trains on other sequences: here each rank
-takes its rows of one global batch.
+Two things differ from a plain TorchTitan run, so that runs on different meshes can be compared. One seed
+gives other parameters on another mesh: here all runs load one seed checkpoint. And TorchTitan's loader
+deals documents out by data-parallel rank, so another mesh trains on other sequences: here each rank takes
+its rows of one global batch.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 
 from titan.deepseek_v3 import simple_fsdp_deepseek_v3_debugmodel_tp2  # noqa: E402
 from titan.llama3 import simple_fsdp_llama3_debugmodel  # noqa: E402
+from training_common import make_parser, write_then_rename  # noqa: E402
 
 RECIPES = {"llama3": simple_fsdp_llama3_debugmodel, "deepseek_v3": simple_fsdp_deepseek_v3_debugmodel_tp2}
 FSDP2 = {"llama3": parallelize_llama, "deepseek_v3": parallelize_deepseekv3}
@@ -119,7 +120,14 @@ class Rows:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of the whole tensor on the CPU. A collective, if the tensor is sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().clone()
+
+
+def plain(name: str) -> str:
+    """Return a parameter's or buffer's name without what activation checkpointing puts into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def tokens_per_expert(trainer: GraphTrainer) -> dict[str, torch.Tensor]:
@@ -131,7 +139,7 @@ def tokens_per_expert(trainer: GraphTrainer) -> dict[str, torch.Tensor]:
             count = full(buffer)
             if mesh is not None:
                 dist.all_reduce(count, group=mesh.get_group())
-            counts[name.replace("_checkpoint_wrapped_module.", "")] = count
+            counts[plain(name)] = count
     return counts
 
 
@@ -142,13 +150,13 @@ def record_steps(trainer: GraphTrainer) -> list[dict]:
     clipping; None for a parameter without one) and tokens_per_expert.
     """
     steps: list[dict] = []
-    clip, log = dist_utils.clip_grad_norm_, trainer.metrics_processor.log
+    clip = dist_utils.clip_grad_norm_
+    log = trainer.metrics_processor.log
 
     def record_and_clip(parameters, *args, **kwargs):
         gradients = {}
         for name, parameter in trainer.model_parts[0].named_parameters():
-            gradient = full(parameter.grad) if parameter.grad is not None else None
-            gradients[name.replace("_checkpoint_wrapped_module.", "")] = gradient
+            gradients[plain(name)] = None if parameter.grad is None else full(parameter.grad)
         steps.append({"gradients": gradients, "tokens_per_expert": tokens_per_expert(trainer)})
         return clip(parameters, *args, **kwargs)
 
@@ -156,13 +164,14 @@ def record_steps(trainer: GraphTrainer) -> list[dict]:
         steps[-1] |= {"loss": global_avg_loss, "grad_norm": grad_norm}
         log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 
-    dist_utils.clip_grad_norm_, trainer.metrics_processor.log = record_and_clip, record_and_log
+    dist_utils.clip_grad_norm_ = record_and_clip
+    trainer.metrics_processor.log = record_and_log
     return steps
 
 
 def parse_args() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(description="One run that titan/parity.py compares.")
+    parser = make_parser(__doc__)
     parser.add_argument("--family", choices=list(RECIPES), required=True, help="which debug recipe")
     parser.add_argument("--plan", choices=["simple_fsdp", "fsdp2", "seed"], required=True, help="see above")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree (default: 1)")
@@ -182,6 +191,24 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def save(args: argparse.Namespace, trainer: GraphTrainer, steps: list[dict]) -> None:
+    """Write the record that parity.py reads."""
+    record = {
+        "family": args.family,
+        "plan": args.plan,
+        "checkpointing": args.checkpointing,
+        "seed": args.seed,
+        "steps": args.steps,
+        "world_size": dist.get_world_size(),
+        "tp": args.tp,
+        "replicate": args.replicate,
+        "tokens": GLOBAL_BATCH * trainer.config.training.seq_len,
+        "records": steps,
+    }
+    with write_then_rename(args.output) as new:
+        torch.save(record, new)
+
+
 def main() -> None:
     """Train and record, or write the seed checkpoint."""
     args = parse_args()
@@ -195,13 +222,7 @@ def main() -> None:
         steps = record_steps(trainer)
         trainer.train()
         if dist.get_rank() == 0:
-            new = args.output.with_suffix(".new")
-            options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-            tokens = GLOBAL_BATCH * trainer.config.training.seq_len
-            torch.save(
-                options | {"world_size": dist.get_world_size(), "tokens": tokens, "records": steps}, new
-            )
-            new.replace(args.output)
+            save(args, trainer, steps)
     trainer.close()
     dist.destroy_process_group()
 
