@@ -365,7 +365,7 @@ def test_neuron_monitor(check, tmp_path):
     record.write_text(report(0, 0) + "\n")
     result = check(titan_log(), "--neuron-monitor", record)
     assert (result.status, result.failed) == (1, {"NeuronCores in use"})
-    for content in ("", "nonsense\n[1]\n"):  # a monitor that did not start tells nothing
+    for content in ("", "nonsense\n[1]\n"):  # a monitor that did not start
         record.write_text(content)
         assert "--   NeuronCores in use" in check(titan_log(), "--neuron-monitor", record).out
     record.unlink()

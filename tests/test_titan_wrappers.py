@@ -1,6 +1,6 @@
 """titan/*.sh: the tutorial's commands word for word, their guards, and that they start what they print.
 
-A checkout of torchtitan-neuron is played by a folder whose run_train.sh tells what it was given and
+A checkout of torchtitan-neuron is played by a folder whose run_train.sh writes down what it was given and
 prints a log as TorchTitan does; neuron-ls and neuron-monitor are scripts that print their JSON.
 """
 

@@ -4,12 +4,12 @@
     python titan/check_run.py LOG --steps 500
     python titan/check_run.py LOG --stopped        a run that was stopped with Ctrl-C
 
-One line per point: ok, FAIL, or -- for what this log cannot tell. Exit status: 0 all points hold, 1 one
-does not, 2 no log of a TorchTitan run.
+One line per point: ok, FAIL, or -- where the log does not say. Exit status: 0 no point fails, 1 one does,
+2 no log of a TorchTitan run.
 
-Why the text log: everyone has it, of every TorchTitan version, also of a run on a rented node; the
-TensorBoard and structured logs are off by default. Colours, the prefixes that torchrun puts before a
-line, and lines of several ranks mixed are understood; of several ranks, the lowest is read.
+Why the text log: everyone has it, of every TorchTitan version, also of a run on a rented node. TensorBoard
+and structured logs are off by default. The log may have colours, the prefixes that torchrun puts before a
+line, and lines of several ranks mixed. Of several ranks, the lowest is read.
 """
 
 import argparse
@@ -56,7 +56,7 @@ STOP = re.compile(
 LOGGED = re.compile(r" - (?:DEBUG|INFO|WARNING) - ")
 TREND_STEPS = 10  # "the first several steps"
 FASTER = 0.5  # "substantially faster": the second step takes at most this share of the first one's time
-MARKS = {True: "ok", False: "FAIL", None: "--"}  # None: the log cannot tell
+MARKS = {True: "ok", False: "FAIL", None: "--"}  # None: the log does not say
 
 
 class Step(NamedTuple):
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What a log tells. steps, start and finished are those of the lowest rank that logged losses."""
+    """What a log says. steps, start and finished are those of the lowest rank that logged losses."""
 
     steps: list[Step]
     start: tuple[int, float] | None  # the first step and when training started, seconds since 1970
@@ -78,12 +78,12 @@ class Log(NamedTuple):
     restarted: bool  # training started again after steps were logged
     ran_out: bool  # of data
     not_finite: str | None  # the first loss of any rank that is not finite
-    death: str | None  # the first line that tells of a rank's death
+    death: str | None  # the first line that shows a rank's death
     disagreement: str | None  # the first step for which two ranks logged different losses
 
 
 class Point(NamedTuple):
-    """One point of the Confirmation list: does it hold (None: the log cannot tell), and what was found."""
+    """One point of the Confirmation list: does it hold (None: the log does not say), and what was found."""
 
     name: str
     holds: bool | None
@@ -107,7 +107,7 @@ def seconds(line: str) -> float | None:
 
 
 class Reader:
-    """Collects, line by line, what a log tells of each rank. Lines without a rank count as rank 0's."""
+    """Collects, line by line, what a log says about each rank. Lines without a rank count as rank 0's."""
 
     def __init__(self, stopped: bool):
         self.stopped = stopped  # on purpose: then a sign of the stop is no death
@@ -164,7 +164,7 @@ class Reader:
             self.starts[rank] = (int(start[1]), time)
 
     def read_death(self, line: str, message: str) -> None:
-        """Note the first line that tells of a rank's death."""
+        """Note the first line that shows a rank's death."""
         if self.death is not None:
             return
         if not self.stopped:
@@ -343,7 +343,7 @@ def check_end(log: Log, steps: int | None, stopped: bool) -> Point:
 
 
 def reaches(steps: list[Step], expected: int) -> bool:
-    """Return whether the logged steps reach the expected one, but for the steps between two logged ones."""
+    """Return whether the logged steps reach the expected one; not every step need be logged."""
     if not steps:
         return False
     numbers = [step.number for step in steps]

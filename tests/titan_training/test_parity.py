@@ -1,4 +1,4 @@
-"""titan/parity.py on real TorchTitan runs: clean ones pass, each planted mistake is caught and told.
+"""titan/parity.py on real TorchTitan runs: clean ones pass, each planted mistake is caught and named.
 
 Short runs on one or two ranks; `make titan-parity` is the whole comparison at four.
 """
@@ -57,7 +57,7 @@ def train(assets, shared):
     return make
 
 
-def verdict(reference: Path, actual: Path) -> list[str]:
+def mismatches_of(reference: Path, actual: Path) -> list[str]:
     return parity.compare(parity.load(reference), parity.load(actual))[1]
 
 
@@ -82,7 +82,7 @@ def deepseek(train):
     ],
 )
 def test_clean_runs_pass(train, llama, fault, plan, ranks, options):
-    assert verdict(llama, train("llama3", fault, plan, ranks, *options)) == []
+    assert mismatches_of(llama, train("llama3", fault, plan, ranks, *options)) == []
 
 
 @pytest.mark.parametrize(
@@ -95,25 +95,25 @@ def test_clean_runs_pass(train, llama, fault, plan, ranks, options):
     ],
 )
 def test_mistakes_are_caught(train, llama, fault, plan, ranks, options, said):
-    mismatches = verdict(llama, train("llama3", fault, plan, ranks, *options))
+    mismatches = mismatches_of(llama, train("llama3", fault, plan, ranks, *options))
     # The loss of the first step is right in all of them: no loss curve shows them at once.
     assert mismatches
     assert not any(line.startswith("step 1: loss") for line in mismatches)
     assert any(line.startswith(f"step 1: {said}") for line in mismatches), mismatches[:5]
 
 
-def test_factor_is_told(train, llama):
-    mismatches = verdict(llama, train("llama3", "divide_factor_left_out", "fsdp2", 2))
+def test_factor_is_named(train, llama):
+    mismatches = mismatches_of(llama, train("llama3", "divide_factor_left_out", "fsdp2", 2))
     assert "0.5x the reference" in mismatches[0]
     assert "step 1: all gradients together are 0.5x the reference" in mismatches
 
 
 def test_mixture_of_experts_passes(train, deepseek):
-    assert verdict(deepseek, train("deepseek_v3", "none", "fsdp2", 2)) == []
+    assert mismatches_of(deepseek, train("deepseek_v3", "none", "fsdp2", 2)) == []
 
 
 def test_routing_is_compared(train, deepseek):
-    mismatches = verdict(deepseek, train("deepseek_v3", "load_balancing_left_out", "fsdp2", 1))
+    mismatches = mismatches_of(deepseek, train("deepseek_v3", "load_balancing_left_out", "fsdp2", 1))
     assert mismatches
     assert all(line.startswith("step 2:") for line in mismatches)
     assert any("tokens_per_expert_E counts 6144 tokens, reference 3072" in line for line in mismatches)
