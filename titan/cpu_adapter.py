@@ -79,5 +79,5 @@ def adapt() -> None:
 
     from torchtitan.tools import utils
 
-    # Its table has no CPUs and would give the share of an A100: 0 % of an infinite peak is no claim.
+    # Its table has no CPUs and would take the peak of an A100. Of an infinite peak the logged share is 0 %.
     utils.get_peak_flops = lambda device_name: float("inf")
