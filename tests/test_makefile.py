@@ -197,6 +197,7 @@ def test_help_lists_every_target(make):
         ):
             assert f"make {target} " in done.out
         assert all(mode in done.out for mode in MODES)
+        assert not re.search(r"\d+ (real )?mistakes", done.out)  # grows with the bank
 
 
 def test_report_without_a_comparison(make):
