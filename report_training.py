@@ -12,17 +12,15 @@ Exit status: 0 the page is written, whatever the verdicts; 2 it is not, and one 
 matplotlib and Jinja2 come with `pip install -r requirements-report.txt`.
 """
 
-import argparse
 import io
 import json
 import re
 import sys
-from contextlib import suppress
 from html import escape
 from math import floor, isfinite, log10
 from pathlib import Path
 
-from training_common import InputError
+from training_common import InputError, make_parser, write_then_rename
 from training_records import SCHEMA, ranges
 
 try:
@@ -291,25 +289,19 @@ def write_report(paths: list[Path], output: Path) -> str:
         raise InputError(
             f"{which} is damaged: {type(error).__name__}: {error}; compare the runs again"
         ) from None
-    temporary = output.with_name(output.name + ".tmp")
     try:
-        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(output)
+        with write_then_rename(output) as temporary:
+            temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise InputError(
             f"{output} cannot be written: {error.strerror}; give a file in an existing directory"
         ) from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
     return count_verdicts(comparisons)
 
 
 def main() -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "comparisons", nargs="+", type=Path, metavar="FILE.json", help="what compare_training.py --json wrote"
     )

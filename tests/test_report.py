@@ -346,6 +346,11 @@ def test_damaged_figures(report, change):
     assert "compare-0.json is damaged: " in refusal(done) and not output.exists()
 
 
+def test_command_line_is_refused_in_one_line(call):
+    done = call(report_training.main)
+    assert "--help lists the options" in refusal(done) and "--output" in done.err
+
+
 def test_output_that_cannot_be_written(report, tmp_path, no_figures):
     path = tmp_path / "compare-0.json"
     assert "also an input" in refusal(report(comparison(), output=path)[0])

@@ -15,7 +15,6 @@ records have the same bits, so of simplefsdp_tp only the clean run of seed 0 and
 mistake is in the compiled graph are compiled; --compile compiles all.
 """
 
-import argparse
 import importlib
 import os
 import sys
@@ -63,9 +62,7 @@ def run(mode: str, seed: int, apply: Callable | None, compiled: bool, directory:
 
 def main() -> None:
     """Run the clean scripts and the cases of this number of ranks one after another."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = training_common.make_parser(__doc__)
     parser.add_argument("--output-dir", type=Path, required=True, help="one directory per run is made here")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default: {STEPS})")
     parser.add_argument(
