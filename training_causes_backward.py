@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from training_causes_general import rounded_values
+from training_causes_general import narrow_type, rounded_values
 from training_evidence import (
     MAX_UNEXPLAINED,
     SAME_FACTOR,
@@ -311,8 +311,9 @@ def weight_decay(evidence: Evidence) -> str | None:
 
 
 def rounded_parameters(evidence: Evidence) -> str | None:
-    """The updated parameters are exact in a narrower type."""
-    return rounded_values(evidence._replace(kind="parameters"))
+    """The updated parameter is of a narrower type than before training, or exact in one."""
+    updated = evidence._replace(kind="parameters")
+    return narrow_type(updated) or rounded_values(updated)
 
 
 def memory_changed(evidence: Evidence) -> str | None:

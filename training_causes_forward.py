@@ -16,7 +16,7 @@ from training_evidence import (
     unrelated,
 )
 from training_records import ranges
-from training_tolerance import factor
+from training_tolerance import factor, relative_error
 
 MAX_UNEXPLAINED_BY_BATCH = 0.1  # for another step's batch: the parameters have changed since
 ROW_ROUNDING = 1e-6  # norm of the difference of two right computations of an output, over its norm
@@ -302,8 +302,3 @@ def other_target(evidence: Evidence) -> str | None:
         f"the outputs agree to {output_error:.1e}, but the loss is off by {loss_error:.2%}: the target, or "
         "the loss function, is another"
     )
-
-
-def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of the reference."""
-    return ((actual - reference).norm() / reference.norm()).item()

@@ -5,6 +5,7 @@ training_diagnosis.py in which order they are tried.
 """
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,8 @@ def rounding(evidence: Evidence) -> str | None:
         if evidence.kind == "deltas":
             # A delta has the rounding of its parameter, of which right ones use a quarter of an eps.
             allowed = evidence.reference_tensor(rank, kind="parameters")
-        if allowed is None or not (actual - reference).norm() <= evidence.eps() * allowed.norm():
+        difference = (actual - reference).norm()
+        if allowed is None or not isfinite(difference) or difference > evidence.eps() * allowed.norm():
             return None
     return "rounding: the runs differ by no more than two right computations do, the tolerance is tighter"
 
@@ -123,7 +125,7 @@ def narrow_type(evidence: Evidence) -> str | None:
     """The tensor is of a narrower type than the parameters."""
     steps = evidence.actual(evidence.rank)
     tensor = steps[evidence.step].get((evidence.kind, evidence.name))
-    parameter = next(iter(steps[0].values()))
+    parameter = steps[0].get(("parameters", evidence.name), next(iter(steps[0].values())))
     if tensor is None or tensor.dtype not in NARROW_TYPES or tensor.dtype == parameter.dtype:
         return None
     name = type_name(tensor.dtype)

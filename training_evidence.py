@@ -131,11 +131,10 @@ class Evidence(NamedTuple):
 
     def own_losses(self) -> dict[int, float] | None:
         """Return each replica's own loss in the step of the difference, None if one was not recorded."""
-        losses = {
-            metadata["dp_rank"]: of_rank[self.step - 1][1]
-            for metadata, of_rank in zip(self.metadata, self.losses, strict=True)
-        }
-        return None if None in losses.values() else losses
+        losses = [of_rank[self.step - 1][1] for of_rank in self.losses]
+        if None in losses:
+            return None
+        return {job["dp_rank"]: loss for job, loss in zip(self.metadata, losses, strict=True)}
 
 
 # ---------------------------------------------------------------- measuring elements

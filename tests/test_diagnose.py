@@ -86,6 +86,40 @@ def test_transposed_square_matrix_is_named():
     assert "gradients w is transposed" in found
 
 
+def test_shards_of_one_number_are_no_multiples_of_the_reference():
+    # A bias of as many elements as the mesh has ranks: any value is a multiple of any other.
+    right = torch.randn(4, generator=NOISE)
+    key = "gradients", "b"
+    steps = [{("parameters", "b"): right}, {key: torch.randn(4, generator=NOISE)}]
+    expected = [{("parameters", "b"): right}, {key: right}]
+    job = {"dp_degree": 4, "tp_degree": 1, "world_size": 4, "optimizer": "SGD"}
+    metadata = [job | {"dp_rank": rank} for rank in range(4)]
+    arguments = (1, *key), [0, 1, 2, 3], lambda _: steps, lambda _: expected, metadata, [[]] * 4
+    assert find_cause(*arguments) is None
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("tensors_differ", [False, True])
+def test_what_was_not_recorded_is_no_reason_to_break_off(optimizer, tensors_differ):
+    """Every kind of tensor is asked for, in records that lack outputs, losses or a gradient."""
+    values = {name: torch.randn(8, generator=NOISE) for name in ("0.weight", "0.bias")}
+    start = {("parameters", name): tensor for name, tensor in values.items()}
+    kinds = ("gradients", "parameters", "deltas")
+    complete = {("outputs", "output"): torch.ones(8, 8), ("losses", "global loss"): torch.tensor(1.0)}
+    complete |= {(kind, name): tensor + 1 for kind in kinds for name, tensor in values.items()}
+    job = {"dp_degree": 2, "tp_degree": 2, "world_size": 4, "optimizer": optimizer}
+    job["learning_rate"] = 0.1 if optimizer == "SGD" else None
+    metadata = [job | {"dp_rank": rank // 2} for rank in range(4)]
+    for absent in complete:
+        record = {key: tensor + tensors_differ for key, tensor in complete.items() if key != absent}
+        losses = [[(None, 1.0), (1.0, None)]] * 4 if absent[0] == "losses" else [[(1.0, 1.0)] * 2] * 4
+        steps, expected = [start, record, record], [start, complete, complete]
+        for first in [(step, *key) for step in (1, 2) for key in complete]:
+            for reference in (lambda _, expected=expected: expected, None):
+                actual = lambda _, steps=steps: steps  # noqa: E731
+                find_cause(first, [0, 1, 2, 3], actual, reference, metadata, losses)
+
+
 def test_rounding_under_a_tolerance_that_is_too_tight_is_called_rounding(runs, oracle, compare):
     arguments = ["--reference-dir", oracle("eager"), "--actual-dir", runs("ddp").directory]
     done = compare(*arguments, "--world-size", RANKS, "--rtol", 1e-8, "--norm-eps", 0.3)
