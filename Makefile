@@ -270,5 +270,5 @@ format: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m ruff format .
 
 bench: | $(ENVIRONMENT)
-	$(PYTHON) tests/bench_launch.py --ranks $(RANKS)
-	$(PYTHON) tests/bench_launch.py --ranks 8 --beside-torchrun # as many as fit without shared memory
+	$(PYTHON) tests/tools/bench.py --ranks $(RANKS)
+	$(PYTHON) tests/tools/bench.py --ranks 8 --beside-torchrun # as many as fit without shared memory
