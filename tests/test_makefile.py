@@ -74,6 +74,14 @@ def test_a_modes_chain_and_what_is_not_run_again(make):
 
 
 def test_oracle_is_made_again_when_its_settings_or_its_script_change(make):
+    # An oracle that computes nothing.
+    (make.directory / "oracle_train.py").write_text(
+        "import pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[sys.argv.index('--output-dir') + 1])\n"
+        "folder.mkdir(exist_ok=True)\n"
+        "(folder / 'rank-0.pt').touch()\n"
+    )
+
     def computes(*settings):
         done = make("oracle", *settings)
         assert done.status == 0, done.err
