@@ -5,13 +5,16 @@
 A drop-in for torchrun: its parser and its elastic agent do the work, and all of their options are
 understood. What is gained: 64 imports of torch take minutes on two cores and, with a CUDA build
 of torch, more memory than a laptop has; 64 forks of one process take seconds and share its memory.
-A failed run ends with one line that names the first rank that failed, its error and its log.
+A failed run ends with one line that names the first rank that failed, its error and its log. What the
+script raised stands above it, if the rank has not printed it itself.
 """
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -24,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 # The few modules that pull in every other one that a rank would import on its own: at the first
@@ -60,13 +64,24 @@ PRELOAD = [
 MOST_FORKED_RANKS = 120
 
 
+class CommandError(Exception):
+    """The command line asks for what cannot be launched: reported in one line, exit status 2."""
+
+
 def requested_ranks() -> int:
-    """Return the ranks per node that the command line asks for, before torch is imported."""
+    """Return the ranks per node that the command line asks for, before torch is imported.
+
+    Raises CommandError for fewer than one.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1")
     own = itertools.takewhile(lambda word: not word.endswith(".py"), sys.argv[1:])  # not the script's
     value = parser.parse_known_args(list(own))[0].nproc_per_node
-    return int(value) if value.lstrip("-").isdecimal() else os.cpu_count() or 1  # auto, cpu, gpu
+    if not value.lstrip("-").isdecimal():
+        return os.cpu_count() or 1  # auto, cpu, gpu
+    if int(value) < 1:
+        raise CommandError(f"--nproc-per-node is {value}; start at least one rank")
+    return int(value)
 
 
 def start_fork_server(ranks: int) -> None:
@@ -82,6 +97,31 @@ def start_fork_server(ranks: int) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     multiprocessing.set_forkserver_preload(PRELOAD)
     multiprocessing.forkserver.ensure_running()
+
+
+def parse_command(ranks: int) -> argparse.Namespace:
+    """Return torchrun's options for a launch in which each rank runs this file, and this file the script.
+
+    Raises CommandError for what cannot be launched.
+    """
+    # Only now: this process and the fork server import torch at the same time.
+    from torch.distributed.run import parse_args
+
+    if ranks > MOST_FORKED_RANKS:
+        print(f"{ranks} ranks: more than a fork server can start, each imports torch itself", flush=True)
+        args = parse_args(sys.argv[1:])
+    else:
+        args = parse_args(["--start-method=forkserver", "--run-path", *sys.argv[1:]])
+    if args.module or args.no_python:
+        raise CommandError("launch.py starts a script file; use torchrun for -m and --no-python")
+    script = Path(args.training_script).absolute()
+    if not script.is_file():
+        raise CommandError(f"there is no script {script}")
+    if args.nnodes in ("1", "1:1") and (port := taken_port(args.rdzv_endpoint or f":{args.master_port}")):
+        raise CommandError(f"port {port} is in use or no port; name another, or --standalone for a free one")
+    args.training_script = str(Path(__file__).absolute())
+    args.training_script_args = ["--as-rank", str(script), *args.training_script_args]
+    return args
 
 
 def taken_port(endpoint: str) -> int | None:
@@ -126,17 +166,19 @@ def report_exception(message: str, printed: str) -> None:
 
     Without a log nothing is printed: the launcher prints it, once instead of once per rank.
     """
-    error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    if error_file.with_name("stderr.log").exists():
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty with --log-dir /dev/null
+    if not error_file or Path(error_file).with_name("stderr.log").exists():
         sys.stderr.write(printed)
         sys.stderr.flush()
     if re.search("[Cc]onnection (closed|reset|refused)", message):
         # Another rank died first. Let the launcher notice that one before it notices us.
         time.sleep(2)
-    extra = {"py_callstack": printed, "timestamp": str(int(time.time()))}
-    temporary = error_file.with_suffix(".tmp")  # renamed, because the launcher may end this rank meanwhile
-    temporary.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    temporary.replace(error_file)
+    if error_file:
+        extra = {"py_callstack": printed, "timestamp": str(int(time.time()))}
+        # Renamed when it is complete, because the launcher may end this rank at any time.
+        temporary = Path(f"{error_file}.tmp")
+        temporary.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        temporary.replace(error_file)
 
 
 def find_message(lines: list[str]) -> str | None:
@@ -183,58 +225,6 @@ def describe_failure(error, log_dir: str | None, started: float) -> tuple[str, i
     return f"rank {rank} failed first: {reason}{where}", max(failure.exitcode, 1)
 
 
-def main() -> int:
-    """Launch the script named on the command line; return its exit status."""
-    ranks = requested_ranks()
-    if ranks < 1:
-        print(f"error: --nproc-per-node is {ranks}; start at least one rank", file=sys.stderr)
-        return 2
-    if ranks > 1:  # torchrun sets it too, and warns that it did
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if ranks <= MOST_FORKED_RANKS:
-        start_fork_server(ranks)
-
-    # Only now: this process and the fork server import torch at the same time.
-    import logging
-
-    from torch.distributed.run import parse_args
-
-    if ranks > MOST_FORKED_RANKS:
-        print(f"{ranks} ranks: more than a fork server can start, each imports torch itself", flush=True)
-        args = parse_args(sys.argv[1:])
-    else:
-        args = parse_args(["--start-method=forkserver", "--run-path", *sys.argv[1:]])
-    if args.module or args.no_python:
-        print("error: launch.py starts a script file; use torchrun for -m and --no-python", file=sys.stderr)
-        return 2
-    script = Path(args.training_script).absolute()
-    if not script.is_file():
-        print(f"error: there is no script {script}", file=sys.stderr)
-        return 2
-    # Each rank runs this file, which runs the script and reports what it raises.
-    args.training_script = str(Path(__file__).absolute())
-    args.training_script_args = ["--as-rank", str(script), *args.training_script_args]
-
-    if args.nnodes in ("1", "1:1") and (port := taken_port(args.rdzv_endpoint or f":{args.master_port}")):
-        print(
-            f"error: port {port} is in use or no port; name another, or --standalone for a free one",
-            file=sys.stderr,
-        )
-        return 2
-
-    # The agent's account of a failure: a traceback and a line per rank that it stops. Ours is below.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.stdout.reconfigure(line_buffering=True)  # show progress in a pipe, too
-    wants_logs = args.log_dir or args.redirects != "0" or args.tee != "0"
-    args.log_dir = args.log_dir or tempfile.mkdtemp(prefix="launch-")  # the agent's error files are there
-    try:
-        return run_ranks(args)
-    finally:
-        if not wants_logs:
-            shutil.rmtree(args.log_dir, ignore_errors=True)
-
-
 def run_ranks(args: argparse.Namespace) -> int:
     """Start the ranks and wait for them; report the first failure and return the exit status."""
     from torch.distributed import DistError
@@ -261,6 +251,38 @@ def run_ranks(args: argparse.Namespace) -> int:
         print(f"error: the launch failed: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
+
+
+@contextlib.contextmanager
+def log_folder(args: argparse.Namespace) -> Iterator[None]:
+    """Give the agent a folder for its error files, where the command line names none for logs."""
+    asked_for_logs = args.log_dir or args.redirects != "0" or args.tee != "0"
+    args.log_dir = args.log_dir or tempfile.mkdtemp(prefix="launch-")
+    try:
+        yield
+    finally:
+        if not asked_for_logs:
+            shutil.rmtree(args.log_dir, ignore_errors=True)
+
+
+def main() -> int:
+    """Launch the script named on the command line; return its exit status."""
+    try:
+        ranks = requested_ranks()
+        if ranks > 1:  # torchrun sets it too, and warns that it did
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if ranks <= MOST_FORKED_RANKS:
+            start_fork_server(ranks)
+        args = parse_command(ranks)
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # The agent describes a failure with a traceback and a line for each rank that it stops. We use one line.
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.stdout.reconfigure(line_buffering=True)  # show progress in a pipe, too
+    with log_folder(args):
+        return run_ranks(args)
 
 
 if __name__ == "launch":

@@ -339,45 +339,54 @@ def check_same_options(store: dist.Store, rank: int, world_size: int, args: argp
 
 def _open_device(args: argparse.Namespace, local_rank: int, local_world_size: int) -> torch.device:
     if args.device == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise InputError("--device cuda: torch sees no GPU; use --device cpu --backend gloo")
-        if args.backend == "nccl" and local_world_size > count:
-            raise InputError(
-                f"nccl needs one GPU per rank: {local_world_size} ranks, {count} GPUs; start at most "
-                f"{count} ranks, or share GPUs with --backend gloo"
-            )
-        torch.cuda.set_device(local_rank % count)
-        return torch.device("cuda", local_rank % count)
+        return _open_cuda(args.backend, local_rank, local_world_size)
     if args.device == "neuron":
-        fix = "install torch-neuronx 2.14 or newer, or use --device cpu --backend gloo"
-        version = torch_neuronx_version()
-        if version is None:
-            raise InputError(f"--device neuron: package torch-neuronx is not installed; {fix}")
-        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 14):
-            raise InputError(
-                f"--device neuron: torch-neuronx {version} is older than 2.14, the first release for torch "
-                f"2.14 with a native device (the XLA-based product has the same name); {fix}"
-            )
-        try:
-            importlib.import_module("torch_neuronx")  # registers the device and both backends
-        except (ImportError, OSError, RuntimeError) as error:  # a library or driver is missing, too
-            raise InputError(f"--device neuron: torch-neuronx {version} does not import: {error}") from None
-        if not hasattr(torch, "neuron"):
-            raise InputError(
-                f"--device neuron: torch-neuronx {version} brings no native device, as the XLA-based product "
-                f"of the same name; {fix}"
-            )
-        # Each rank takes a core of its own, unless it is shown no other one.
-        cores = torch.neuron.device_count()
-        if cores > local_rank:
-            torch.neuron.set_device(local_rank)
-        elif cores != 1:
-            raise InputError(
-                f"--device neuron: {cores} cores are visible to {local_world_size} ranks; start at most "
-                f"{cores} ranks, or unset NEURON_RT_VISIBLE_CORES and NEURON_RT_NUM_CORES"
-            )
+        _open_neuron(local_rank, local_world_size)
     return torch.device(args.device)
+
+
+def _open_cuda(backend: str, local_rank: int, local_world_size: int) -> torch.device:
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise InputError("--device cuda: torch sees no GPU; use --device cpu --backend gloo")
+    if backend == "nccl" and local_world_size > count:
+        raise InputError(
+            f"nccl needs one GPU per rank: {local_world_size} ranks, {count} GPUs; start at most "
+            f"{count} ranks, or share GPUs with --backend gloo"
+        )
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _open_neuron(local_rank: int, local_world_size: int) -> None:
+    fix = "install torch-neuronx 2.14 or newer, or use --device cpu --backend gloo"
+    version = torch_neuronx_version()
+    if version is None:
+        raise InputError(f"--device neuron: package torch-neuronx is not installed; {fix}")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 14):
+        raise InputError(
+            f"--device neuron: torch-neuronx {version} is older than 2.14, the first release for torch "
+            f"2.14 with a native device (the XLA-based product has the same name); {fix}"
+        )
+    try:
+        importlib.import_module("torch_neuronx")  # registers the device and both backends
+    except (ImportError, OSError, RuntimeError) as error:  # a library or driver is missing, too
+        raise InputError(f"--device neuron: torch-neuronx {version} does not import: {error}") from None
+    if not hasattr(torch, "neuron"):
+        raise InputError(
+            f"--device neuron: torch-neuronx {version} brings no native device, as the XLA-based product "
+            f"of the same name; {fix}"
+        )
+    # Each rank takes a core of its own. A rank that is shown a single core takes that one.
+    cores = torch.neuron.device_count()
+    if cores > local_rank:
+        torch.neuron.set_device(local_rank)
+    elif cores != 1:
+        raise InputError(
+            f"--device neuron: {cores} cores are visible to {local_world_size} ranks; start at most "
+            f"{cores} ranks, or unset NEURON_RT_VISIBLE_CORES and NEURON_RT_NUM_CORES"
+        )
 
 
 def torch_neuronx_version() -> str | None:
