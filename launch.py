@@ -60,7 +60,7 @@ PRELOAD = [
     "launch",
 ]
 
-# Each rank hands two file descriptors per rank through one message, which may hold 253 of them.
+# To fork a rank, two file descriptors for every rank travel in one message. It may hold 253.
 MOST_FORKED_RANKS = 120
 
 
@@ -92,8 +92,8 @@ def start_fork_server(ranks: int) -> None:
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
     if ranks > (os.cpu_count() or 1) and hasattr(os, "SCHED_BATCH"):
-        # Ranks take turns on the cores. Without preemption at every message that arrives, each
-        # turn gets more done: Gloo collectives take a tenth to a third less time.
+        # Ranks take turns on the cores. A rank of a batch is not interrupted whenever a message arrives
+        # for another one: Gloo collectives take a tenth to a third less time.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     multiprocessing.set_forkserver_preload(PRELOAD)
     multiprocessing.forkserver.ensure_running()

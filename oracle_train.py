@@ -5,7 +5,7 @@
 
 Two runs of one distributed plan share the plan's mistakes. This one shares nothing with them but the
 initial parameters, which make_model draws from the seed, and the formula of the data. It writes one
-file, rank-0.pt: the whole global batch, against which compare_training.py holds any number of ranks.
+file, rank-0.pt, for the whole global batch. compare_training.py compares runs of any number of ranks with it.
 """
 
 import numpy as np

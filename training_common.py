@@ -85,10 +85,10 @@ def full_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def full_cpu_list(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return what full_cpu returns for each tensor, in two collectives where the backend is Gloo.
 
-    These copies exist for the record only and are no part of the training plan, so how they travel
-    is ours to choose. Gloo all-gathers in a ring, one hop per rank: at 64 ranks on 2 cores each
+    These copies exist only for the record. They are no part of the training plan, so we may choose how
+    they travel. Gloo's all-gather goes from rank to rank in a ring: at 64 ranks on 2 cores each
     full_tensor() takes 0.3 s whatever its size, a gather and a broadcast together 0.04 s. On any
-    other backend full_tensor() is kept: the device is known to support it, and is checked by it.
+    other backend full_tensor() is kept: the device is known to support it, and a run checks it.
     """
     tensors = [tensor.detach() for tensor in tensors]
     sharded = [tensor for tensor in tensors if _is_sharded_evenly_over_all_ranks(tensor)]
@@ -107,8 +107,8 @@ def full_cpu_list(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_sharded_evenly_over_all_ranks(tensor: torch.Tensor) -> bool:
-    # A replicated dimension is left to full_tensor(), which gives each rank its own replica's
-    # values: a record taken from one replica would hide that another one differs.
+    # Replicated dimensions are left to full_tensor(), which gives each rank the values of its own replica.
+    # If all ranks recorded one replica's values, nobody would see that another replica differs.
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() != dist.get_world_size():
         return False
     if any(type(placement) is not Shard for placement in tensor.placements):
@@ -120,8 +120,8 @@ def _is_sharded_evenly_over_all_ranks(tensor: torch.Tensor) -> bool:
 
 
 def _assemble(tensor: DTensor, columns: torch.Tensor) -> torch.Tensor:
-    # One block per rank, laid out as (mesh dimensions..., local tensor dimensions...). Putting each
-    # mesh dimension in front of the tensor dimension that it shards makes them one again.
+    # One block per rank, laid out as (mesh dimensions..., local tensor dimensions...). Each mesh dimension
+    # moves in front of the tensor dimension that it shards. The final reshape merges the two.
     mesh = tensor.device_mesh
     blocks = columns[mesh.mesh.flatten()].clone(memory_format=torch.contiguous_format)
     blocks = blocks.view(tensor.dtype).view(*mesh.shape, *tensor.to_local().shape)
