@@ -261,6 +261,9 @@ titan-test: | $(DEV_ENVIRONMENT) $(TITAN_ENVIRONMENT)
 silent-bugs: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/silent_bugs
 
+mutants: | $(DEV_ENVIRONMENT)
+	$(PYTHON) tests/tools/mutate_judging.py $(MUTANT_OPTIONS)
+
 lint: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .

@@ -108,6 +108,7 @@ def runs(tmp_path_factory):
     # Where several pytest processes share the tests, the first to ask makes a run for all of them.
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    base = Path(os.environ.get("RUNS", base))  # make mutants keeps them from one pytest to the next
 
     def make(mode: str) -> SimpleNamespace:
         folder = base / f"runs-{mode}"

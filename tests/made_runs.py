@@ -146,6 +146,16 @@ def gradient(change, *names, step=1):
     return edit_gradients
 
 
+def loss(change, step=1):
+    """Replace (global, own) by change(global, own)."""
+
+    def edit_loss(content):
+        record = content["records"][step - 1]
+        record["loss"], record["local_loss"] = change(record["loss"], record["local_loss"])
+
+    return edit_loss
+
+
 def start(change, name="weight"):
     """Replace an initial parameter."""
 

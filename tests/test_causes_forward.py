@@ -14,6 +14,7 @@ from made_runs import (
     chunks,
     fault,
     gradient,
+    loss,
     near,
     noise,
     other,
@@ -110,9 +111,6 @@ def test_ranks_that_start_from_other_values_without_a_reference(made_cause):
         "rank 2 starts from other values of weight (correlation 0.15 with the expected, the same spread): "
         "a seed of its own, and no broadcast"
     )
-
-
-"spread): a seed of its own, and no broadcast"
 
 
 # ---------------------------------------------------------------- outputs
@@ -329,6 +327,13 @@ def test_the_reference_may_be_what_is_not_finite(made_cause):
     )
 
 
+@pytest.mark.parametrize(
+    "change", [lambda o: o + BIAS, lambda o: 2 * o, dropped(2.0), lambda o: o.half().float()]
+)
+def test_outputs_alone_tell_little(made_cause, change):
+    assert made_cause(output(change), (1,), against=None) == NOT_KNOWN
+
+
 @pytest.mark.parametrize("against", [None, "run", "whole"])
 def test_replicas_with_one_slice(made_cause, against):
     alone = "the outputs of replica 0 are also those of replica 1: they got the same samples"
@@ -337,16 +342,6 @@ def test_replicas_with_one_slice(made_cause, against):
 
 
 # ---------------------------------------------------------------- losses
-
-
-def loss(change, step=1):
-    """Replace (global, own) by change(global, own)."""
-
-    def edit_loss(content):
-        record = content["records"][step - 1]
-        record["loss"], record["local_loss"] = change(record["loss"], record["local_loss"])
-
-    return edit_loss
 
 
 LOSSES = [
@@ -383,6 +378,17 @@ LOSSES = [
 @pytest.mark.parametrize(("change", "sentence", "ranks"), LOSSES)
 def test_cause_of_losses(made_cause, change, sentence, ranks):
     assert made_cause(change, ranks) == sentence
+
+
+def test_own_losses_without_a_reference(made_cause):
+    assert made_cause(loss(lambda mean, own: (own, own)), against=None) == (
+        "the losses are each replica's own, 1.25 to 1.75: they were not averaged over the 2 replicas (their "
+        "mean is 1.5)"
+    )
+
+
+def test_a_loss_alone_tells_little(made_cause):
+    assert made_cause(loss(lambda mean, own: (1.01 * mean, own)), against=None) == NOT_KNOWN
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ tutorial's reference), against the oracle, and against the invariants alone; and
 against each other, as a comparison of CPU and device does in which both follow the faulty plan.
 """
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -27,8 +28,22 @@ SEEDS = (0, 1, 2)
 
 @pytest.fixture(scope="module")
 def bank(tmp_path_factory):
-    """The folder with all faulty and clean runs, and the oracle's as oracle-<model>-<seed>."""
-    folder = tmp_path_factory.mktemp("bank")
+    """The folder with all faulty and clean runs, and the oracle's as oracle-<model>-<seed>.
+
+    With BANK set, that folder is used, made if need be, and kept: `make mutants` judges it many times.
+    """
+    folder = Path(os.environ.get("BANK", tmp_path_factory.getbasetemp() / "bank"))
+    if not (folder / "done").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_bank(folder)
+        (folder / "done").touch()
+    yield folder
+    if "BANK" not in os.environ:
+        shutil.rmtree(folder)  # two gigabytes
+
+
+def make_bank(folder):
+    """Make all runs, which takes minutes."""
     for ranks in (4, 8):
         script = ROOT / "tests" / "silent_bugs" / "faulty_runs.py"
         done = launch(ranks, folder / "logs", script, "--output-dir", folder, "--repeat", 2, timeout=600)
@@ -40,8 +55,6 @@ def bank(tmp_path_factory):
             output = folder / f"oracle-{model}-{seed}"
             done = run(*command, "--steps", faulty_runs.STEPS, "--output-dir", output)
             assert done.status == 0, done.err
-    yield folder
-    shutil.rmtree(folder)  # two gigabytes
 
 
 def examine(directory, mode, reference=None):
