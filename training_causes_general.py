@@ -5,7 +5,7 @@ training_diagnosis.py in which order they are tried.
 """
 
 from collections.abc import Iterator
-from math import isfinite
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -39,8 +39,7 @@ def rounding(evidence: Evidence) -> str | None:
         if evidence.kind == "deltas":
             # A delta has the rounding of its parameter, of which right ones use a quarter of an eps.
             allowed = evidence.reference_tensor(rank, kind="parameters")
-        difference = (actual - reference).norm()
-        if allowed is None or not isfinite(difference) or difference > evidence.eps() * allowed.norm():
+        if allowed is None or not (actual - reference).norm() <= evidence.eps() * allowed.norm() < inf:
             return None
     return "rounding: the runs differ by no more than two right computations do, the tolerance is tighter"
 
