@@ -63,7 +63,7 @@ MODES := ddp fsdp tp simplefsdp-tp
 OURS := $(RESULTS)/made-by-make.txt
 TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-memory titan-test
 
-.PHONY: help all-parity preflight preflight-quiet oracle report test neuron-test silent-bugs lint format bench clean FORCE
+.PHONY: help all-parity preflight preflight-quiet oracle report test neuron-test silent-bugs mutants lint format bench clean FORCE
 .PHONY: $(TITAN)
 .PHONY: $(MODES) $(MODES:%=cpu-%) $(MODES:%=device-%) $(MODES:%=compare-%) $(MODES:%=compare-cpu-%)
 # One run at a time, whatever -j says: a run uses every core, and two would mix their output.
@@ -90,6 +90,7 @@ help:
 	@echo 'make neuron-test         run the tests of the Neuron path, on a stand-in for torch_neuronx'
 	@echo 'make titan-test          run the tests of titan/ that train with TorchTitan'
 	@echo 'make silent-bugs         train with real mistakes and see that each is found and named'
+	@echo 'make mutants             change a line of the judging code at a time and see that the tests notice'
 	@echo 'make lint                check style and formatting'
 	@echo 'make format              format the code'
 	@echo 'make bench               time the CPU references, launch.py beside torchrun'

@@ -320,6 +320,34 @@ def test_cause_of_outputs(made_cause, change, sentence, ranks):
     assert made_cause(change, ranks) == sentence
 
 
+@pytest.mark.parametrize(
+    ("dp", "tp", "factor", "sentence"),
+    [
+        (4, 1, 4, "summed over the 4 data-parallel replicas instead of averaged"),
+        (4, 1, 1 / 4, "divided by the 4 data-parallel replicas once too often"),
+        (4, 1, 1 / 16, "divided by the 4 data-parallel replicas twice too often"),
+        (1, 4, 4, "summed over the 4 tensor-parallel ranks once too often"),
+        (1, 4, 1 / 4, "divided by the 4 tensor-parallel ranks, over which it must not be averaged"),
+        (1, 4, 8, "summed over the samples instead of averaged"),
+    ],
+)
+def test_what_a_factor_means_on_another_mesh(made_cause, dp, tp, factor, sentence):
+    found = made_cause(output(lambda o: factor * o), dp=dp, tp=tp)
+    assert found.endswith(f"x the reference: {sentence}")
+
+
+@pytest.mark.parametrize(("factor", "known"), [(2.01, True), (2.06, False)])
+def test_a_factor_of_a_bfloat16_model_is_as_exact_as_its_type(made_cause, factor, known):
+    made = {
+        "parameters": {"weight": noise(24, 4, seed=1).bfloat16()},
+        "gradients": lambda step: {"weight": noise(24, 4, seed=step).bfloat16()},
+        "outputs": lambda step: some_outputs(step).bfloat16(),
+    }
+    found = made_cause(output(lambda o: (factor * o.double()).bfloat16()), **made)
+    assert (SUMMED in found) == known
+    assert ("a factor that is no degree of the mesh" in found) != known
+
+
 def test_the_reference_may_be_what_is_not_finite(made_cause):
     assert made_cause(output(put(torch.nan)), (1,), of="reference") == (
         "the first value that is not finite in the reference is in outputs output of step 1, on rank 1: "
