@@ -259,3 +259,118 @@ def test_wrong_options_are_refused_in_one_line(call):
     assert result.status == 2
     assert result.err.startswith("error: argument --family: invalid choice: 'gpt2'")
     assert result.err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- the tolerances, from both sides
+
+
+@pytest.mark.parametrize(("eps", "status"), [(15, 0), (17, 1)])
+def test_gradients_and_loss_are_good_to_16_eps(compare, eps, status):
+    assert compare(scale(1 + eps * 2.0**-23)).status == status
+    assert compare(perturb(eps * 2.0**-23)).status == status
+    assert compare(lambda run: run["records"][1].update(loss=8 * (1 + eps * 2.0**-23))).status == status
+    assert (
+        compare(other_mesh(lambda run: run["records"][1].update(loss=8 * (1 - eps * 2.0**-23)))).status
+        == status
+    )
+
+
+@pytest.mark.parametrize(("eps", "status"), [(21, 0), (-21, 0), (24, 1), (-24, 1)])
+def test_the_reported_norm_is_good_to_4_eps_times_the_root_of_the_elements(compare, eps, status):
+    # 32 elements: 22.6 eps.
+    def change(run):
+        norm = (
+            torch.cat([g.double().flatten() for g in run["records"][1]["gradients"].values()]).norm().item()
+        )
+        run["records"][1]["grad_norm"] = norm * (1 + eps * 2.0**-23)
+
+    result = compare(change)
+    assert result.status == status
+    assert ("step 2: the actual run reports gradient norm" in result.out) == bool(status)
+    reference = record()
+    change(reference)
+    result = compare(lambda run: None, reference)
+    assert ("step 2: the reference reports gradient norm" in result.out) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("moved", "error", "status"),
+    # One bfloat16 eps, 0.0078, and 2 sqrt(2 m / n) where m of n = 1024 slots moved: 0.125 for two.
+    [(0, 0.0077, 0), (0, 0.0080, 1), (2, 0.131, 0), (2, 0.135, 1), (5, 0.203, 0), (5, 0.208, 1)],
+)
+def test_gradients_of_experts_on_another_mesh(compare, moved, error, status):
+    changes = [perturb(error, name=name) for name in ("w1", "w2", "norm")]
+    result = compare(other_mesh(move(moved), *changes), record(experts=True))
+    assert result.status == status, result.out
+
+
+@pytest.mark.parametrize(("error", "status"), [(2.4e-4, 0), (2.5e-4, 1)])
+def test_loss_of_experts_on_another_mesh(compare, error, status):
+    # One bfloat16 eps over the root of 1024 tokens, and 16 eps: 2.46e-4.
+    def change(run):
+        run["records"][0]["loss"] = 8 * (1 + error)
+
+    assert compare(other_mesh(change), record(experts=True)).status == status
+    assert compare(change, record(experts=True)).status == 1
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1 + 14 * 2.0**-23, 0), (1.0001, 1), (1.005, 1), (0.995, 1)])
+def test_a_common_factor_is_no_error_of_routing(compare, factor, status):
+    changes = [scale(factor, name=name) for name in ("w1", "w2", "norm")]
+    result = compare(other_mesh(*changes), record(experts=True))
+    assert result.status == status
+    assert ("step 2: all gradients together are" in result.out) == bool(status)
+
+
+@pytest.mark.parametrize(("share", "status"), [(0.2, 0), (0.3, 1)])
+def test_the_common_factor_is_a_quarter_of_the_error_at_most(compare, share, status):
+    names = ("w1", "w2", "norm")
+    changes = [perturb(0.006, name=name) for name in names]
+    changes += [scale(1 + 0.006 * share, name=name) for name in names]
+    assert compare(other_mesh(*changes), record(experts=True)).status == status
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"world_size": 2}, {"world_size": 2, "tp": 2}, {"world_size": 2, "replicate": 2}]
+)
+def test_any_other_degree_is_another_mesh(compare, degrees):
+    changed = lambda run: (run.update(degrees), perturb(0.005)(run))  # noqa: E731
+    assert compare(changed, record(experts=True)).status == 0
+    reference = record(experts=True, **degrees)
+    assert compare(perturb(0.005), reference).status == 1
+
+
+def test_the_table_has_losses_norms_errors_and_tokens(compare):
+    done = compare(other_mesh(move(2), scale(0.5, step=0)), record(experts=True))
+    assert [line.split() for line in done.out.splitlines()[1:-1]] == [
+        line.split()
+        for line in (
+            "step 1 step 2",
+            "loss, reference 8.000000 8.000000",
+            "loss 8.000000 8.000000",
+            "gradient norm, reference 10.218157 8.629499",
+            "gradient norm 8.950520 8.629499",
+            "gradients, error in eps:",
+            "w1 4194304.0 0.0",
+            "w2 0.0 0.0",
+            "norm 0.0 0.0",
+            "tolerance 65552.0 1114128.0",
+            "layers.1.moe.tokens_per_expert_E, step 1:",
+            "reference 400 300 324",
+            "actual 400 300 324",
+            "layers.1.moe.tokens_per_expert_E, step 2:",
+            "reference 400 300 324",
+            "actual 398 302 324",
+            "step 1: gradient of w1 is off by 0.5 (4194304 eps): 0.5x the reference, but for 0",
+            "step 1: all gradients together are 0.8449x the reference",
+        )
+    ]
+
+
+def test_at_most_ten_mismatches_are_printed(compare):
+    reference = record(steps=4)
+    changes = [scale(2.0, step, name) for step in range(4) for name in ("w1", "w2", "norm")]
+    done = compare(lambda run: [change(run) for change in changes], reference)
+    printed = [line for line in done.out.splitlines() if line.startswith("  step")]
+    assert len(printed) == 10 and "  and 6 more" in done.out.splitlines()
+    assert done.out.splitlines()[-1].endswith(": 16 mismatches")
