@@ -1,37 +1,58 @@
-"""Every command in the README runs.
+"""Every command in the README runs, and what README and NUMERICS.md say is what the code does.
 
 torchrun and python lines run for real at two or four ranks. make lines are checked with make -n: for
 real they run in test_makefile.py and in CI, which runs every mode at 64 ranks.
 """
 
+import doctest
 import json
 import re
 import shlex
 import shutil
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, copy_run, run
+from conftest import ROOT, copy_run, copy_scripts, edit_all, run
 
 import compare_training
 import oracle_train
+from training_invariants import INVARIANTS
+from training_tolerance import ELEMENT_EPS, NEGLIGIBLE, NORM_EPS
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
-]
+NUMERICS = (ROOT / "NUMERICS.md").read_text()
+LIBRARIES = [path.name for path in ROOT.glob("training_*.py")]
+
+
+def blocks(kind: str, text: str = README) -> list[str]:
+    """Return the code blocks of a kind."""
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
+
+
+def commands_of(block: str) -> list[str]:
+    """Return the command lines of a block of bash, those of a loop once for each of its values."""
+    for loop, name, values, body in re.findall(r"(for (\w+) in (.*?); do\n(.*?)done\n)", block, re.DOTALL):
+        block = block.replace(loop, "".join(body.replace(f"${name}", value) for value in values.split()))
+    return [line.strip() for line in block.splitlines() if line.strip()]
+
+
+COMMANDS = [command for block in blocks("bash") for command in commands_of(block)]
+RUNNING = [command for command in COMMANDS if command.startswith(("torchrun", "python"))]
+ENVIRONMENT = next(block for block in blocks("bash") if "export" in block)
 INLINE = re.findall(r"`(make [^`]+)`", README)
+
+
+# ---------------------------------------------------------------- commands
 
 
 def test_there_are_commands():
     assert "make ddp" in COMMANDS and "make test" in COMMANDS
-    assert sum(command.startswith("torchrun") for command in COMMANDS) == 5
+    assert sum(command.startswith("torchrun") for command in COMMANDS) == 8
     assert sum("mine.py" in command for command in COMMANDS) == 3
-    assert all(command.split()[0] in ("make", "torchrun", "python") for command in COMMANDS)
+    others = set(COMMANDS) - set(RUNNING) - set(commands_of(ENVIRONMENT))
+    assert all(command.split()[0] == "make" for command in others)
 
 
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS + INLINE if c.startswith("make")}))
@@ -41,27 +62,50 @@ def test_make_command_is_understood(command):
     assert done.status == 0, done.err
 
 
+def test_each_step_is_a_device_run_and_its_comparison():
+    at = {}
+    for place, command in enumerate(RUNNING):
+        if command.startswith("torchrun"):
+            output = command.split()[-1].strip('"')
+            assert ("--device cpu" in command) == output.startswith("results/cpu-"), command
+            at[output] = place
+    for mode in ("ddp", "fsdp", "tp", "simplefsdp-tp"):
+        comparison = RUNNING[at[f"results/{mode}"] + 1]
+        directories = f"--reference-dir results/cpu-{mode} --actual-dir results/{mode} "
+        assert directories in comparison
+        assert at[f"results/cpu-{mode}"] < at[f"results/{mode}"]
+
+
+def test_environment_without_make_is_that_of_make(tmp_path):
+    (tmp_path / "neuron-ls").write_text("#!/bin/sh\nenv\n")
+    (tmp_path / "neuron-ls").chmod(0o755)
+    makefile = (ROOT / "Makefile").read_text()
+    unset = re.search(r"^unexport (.*)$", makefile, re.MULTILINE)[1].split()
+    path = f"{tmp_path}:/usr/bin:/bin"
+    shown = run("bash", "-c", ENVIRONMENT, PATH=path, **dict.fromkeys(unset, "1")).out.splitlines()
+    exported = re.findall(r"^export (\w+) [:?]= (\w+)$", makefile, re.MULTILINE)
+    assert len(exported) == 3 and len(unset) == 3
+    for name, value in exported:
+        assert f"{name}={value}" in shown
+    assert not [line for line in shown if line.startswith(tuple(unset))]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with mine.py, and in it one for each script, copied as the README says that one may."""
+    """A folder with mine.py, and in it one for each training script: it and training_common.py alone."""
     folder = tmp_path_factory.mktemp("readme")
-    for script, needed in (
-        ("distributed_train.py", ()),
-        ("reference_train.py", ("distributed_train.py",)),
-        ("simplefsdp_tp_train.py", ()),
-    ):
+    for script in ("distributed_train.py", "simplefsdp_tp_train.py"):
         (folder / script).mkdir()
-        for name in ("training_common.py", script, *needed):
+        for name in ("training_common.py", script):
             shutil.copy(ROOT / name, folder / script)
-    (script,) = re.findall(r"```python\n(# mine.py\n.*?)```", README, re.DOTALL)
+    (script,) = re.findall(r"(# mine.py\n.*)", blocks("python")[0], re.DOTALL)
     (folder / "mine.py").write_text(script)
     shutil.copy(ROOT / "training_common.py", folder)
     return folder
 
 
-# In the order of the README: the last one compares what the ones before wrote.
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
-def test_command_line_works_apart_from_the_rank_count(folder, request, call, monkeypatch, command):
+def translate(folder: Path, command: str) -> list[str]:
+    """Return a command line of the README with fewer ranks and the paths of the scripts."""
     ranks = "4" if "simplefsdp" in command else "2"
     for option in ("--nproc-per-node=", "--world-size "):
         command = command.replace(f"{option}64", f"{option}{ranks}")
@@ -69,72 +113,215 @@ def test_command_line_works_apart_from_the_rank_count(folder, request, call, mon
     words = [f"{word}/{word}" if (folder / word / word).is_file() else word for word in words]
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
     if words[0] == "torchrun":
-        # The longest of these lines runs under launch.py, which takes the same options; its twin for
-        # Neuron runs under torchrun.
-        launcher = [ROOT / "launch.py"] if "aot_eager" in command else ["-m", "torch.distributed.run"]
+        # launch.py takes the same options and is faster. Two of these lines run under torchrun itself.
+        launcher = ["-m", "torch.distributed.run"] if "ddp" in words else [ROOT / "launch.py"]
         words[:1] = [sys.executable, *map(str, launcher)]
     else:
         words[0] = sys.executable
     if not re.search("--world-size|--expected-world-size|oracle_train", command):
         words += ["--expected-world-size", ranks]
+    return words
+
+
+# In the order of the README: a comparison needs what the lines before it wrote.
+@pytest.mark.parametrize("command", RUNNING)
+def test_command_line_works_apart_from_the_rank_count(folder, request, call, monkeypatch, command):
+    words = translate(folder, command)
+    written = re.search(r"--(?:output|actual)-dir (\S+)", command)[1].strip('"')
+    of_device = "/cpu-" not in written and not re.search(r"oracle|mine-\d", written)
+    environment = request.getfixturevalue("standin") if of_device else {}
     mains = {"compare_training.py": compare_training.main, "oracle_train.py": oracle_train.main}
     if Path(words[1]).name in mains:  # one process: this one will do, which has imported torch
         monkeypatch.chdir(folder)
         done = call(mains[Path(words[1]).name], *words[2:])
+        assert done.status == 0, done.out + done.err
+    if "compare_training.py" in command:
+        what = "comparison" if "--reference-dir" in command else "invariants"
+        ranks = words[words.index("--world-size") + 1]
+        assert done.out.endswith(f"PASS {what} ranks={ranks} steps=10\n")
+        assert ("stand-in for Neuron computes" in done.out) == of_device
+    elif "oracle_train.py" in command:
+        assert done.out.startswith("step=1/10 loss=0.754203")
     else:
-        default_device = "--device" not in command and "reference_train" not in command  # which is neuron
-        environment = request.getfixturevalue("standin") if default_device else {}
         done = run(*words, cwd=folder, **environment)
         assert done.status == 0, done.err
-        ranks = re.search(r"--expected-world-size (\d)", " ".join(words))[1]
-        own = rf"PASS rank=\d mode=\w+ world_size={ranks}|PASS rank=\d: records"
-        assert len(re.findall(own, done.out)) == int(ranks)
-        written = (folder / words[words.index("--output-dir") + 1]).iterdir()
-        assert sorted(path.name for path in written) == [f"rank-{rank}.pt" for rank in range(int(ranks))]
-        return
-    if "compare_training.py" in command:
-        assert done.status == 0, done.out + done.err
-        what = "comparison" if "--reference-dir" in command else "invariants"
-        assert done.out.endswith(f"PASS {what} ranks=2 steps=10\n")
-        assert ("stand-in for Neuron computes" in done.out) == ("mine-neuron" in command)
-    else:
-        assert "oracle_train.py" in command and done.status == 0, done.err
-        assert done.out.startswith("step=1/10 loss=0.754203")
+        ranks = int(words[words.index("--expected-world-size") + 1])
+        own = (
+            r"step=10/10 training=completed"
+            if "mine" in command
+            else rf"PASS rank=\d mode=\w+ world_size={ranks}"
+        )
+        assert len(re.findall(own, done.out)) == ranks
+        files = sorted(path.name for path in (folder / written).iterdir())
+        assert files == [f"rank-{rank}.pt" for rank in range(ranks)]
+
+
+# ---------------------------------------------------------------- what may be copied
+
+
+def copy_alone(script: str, *needed: str, to: Path) -> Path:
+    """Copy a script and what it needs into a new folder; return the script there."""
+    to.mkdir()
+    for name in (script, *needed):
+        shutil.copy(ROOT / name, to)
+    return to / script
+
+
+def test_script_and_libraries_are_enough(tmp_path, runs, faulty):
+    script = copy_alone("compare_training.py", *LIBRARIES, to=tmp_path / "compare")
+    arguments = ["--reference-dir", runs("ddp").directory, "--actual-dir", faulty, "--world-size", 4]
+    done = run(sys.executable, script, *arguments, "--json", tmp_path / "x.json", cwd=tmp_path)
+    assert done.status == 1 and not done.err
+    assert "summed over the 4 data-parallel replicas instead of averaged\n" in done.out
+
+    script = copy_alone("report_training.py", "report_training.html", *LIBRARIES, to=tmp_path / "report")
+    done = run(sys.executable, script, tmp_path / "x.json", "--output", tmp_path / "x.html", cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert "summed over the 4 data-parallel replicas" in (tmp_path / "x.html").read_text()
+
+    script = copy_alone("oracle_train.py", *LIBRARIES, to=tmp_path / "oracle")
+    options = ["--model", "simplefsdp", "--steps", 1, "--output-dir", tmp_path / "x"]
+    done = run(sys.executable, script, *options, cwd=tmp_path)
+    assert done.status == 0, done.err
+
+
+def test_reference_train_needs_distributed_train(tmp_path):
+    script = copy_alone("reference_train.py", "distributed_train.py", "training_common.py", to=tmp_path / "x")
+    options = ["--parallelism", "tp", "--expected-world-size", 2, "--steps", 1, "--output-dir", "results"]
+    launcher = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=2"]
+    done = run(*launcher, script, *options, cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert (tmp_path / "results" / "rank-1.pt").exists()
 
 
 def test_script_for_ones_own_model_is_short():
-    (script,) = re.findall(r"```python\n# mine.py\n(.*?)```", README, re.DOTALL)
-    assert len([line for line in script.splitlines() if line.strip()]) < 40
+    (script,) = blocks("python")
+    assert len([line for line in script.splitlines()[1:] if line.strip()]) < 36
 
 
-def test_described_fields_are_those_of_the_json_file(compare, runs, tmp_path):
-    reference, actual = runs("ddp").directory, copy_run(runs("ddp").directory, tmp_path / "actual")
-    arguments = ["--reference-dir", reference, "--actual-dir", actual, "--json", tmp_path / "x.json"]
-    assert compare(*arguments, "--world-size", 4).status == 0
-    text = re.search(r"### What `--json` writes\n(.*?)\n## ", README, re.DOTALL).group(1)
-    for field in json.loads((tmp_path / "x.json").read_text()):
-        assert f"`{field}`" in text, field
+# ---------------------------------------------------------------- what is printed
 
 
-def test_every_invariant_and_default_is_described():
-    for name, text in compare_training.INVARIANTS.items():
-        assert re.search(rf"^\| {name} \| {re.escape(text)}", README, re.MULTILINE), name
-    assert f"rtol {compare_training.ELEMENT_EPS:g} eps" in README
-    assert f"<= norm_eps * eps * norm(reference)` | {compare_training.NORM_EPS:g} |" in README
+@pytest.fixture(scope="module")
+def faulty(runs, tmp_path_factory):
+    """A copy of the DDP run with gradients four times theirs, and another device in the metadata."""
+
+    def change(content):
+        content["metadata"]["device"] = "cuda"
+        for record in content["records"]:
+            record["gradients"] = {name: 4 * value for name, value in record["gradients"].items()}
+
+    directory = copy_run(runs("ddp").directory, tmp_path_factory.mktemp("faulty") / "run")
+    edit_all(directory, change)
+    return directory
 
 
-def test_common_issues_show_as_the_table_says():
-    rows = re.search(r"\| common issue \|.*?\n\n", README, re.DOTALL).group().split("\n")[2:-2]
+def without_numbers(text: str) -> str:
+    """Return a text with # for each number, and single spaces."""
+    return re.sub(r" +", " ", re.sub(r"[-+]?\d[\d.]*(e[-+]\d+)?", "#", text))
+
+
+def test_shown_output_is_what_is_printed(runs, oracle, faulty, compare, tmp_path):
+    passed, failed = (block.splitlines() for block in blocks("text")[:2])
+    copy_scripts(tmp_path)
+    made = run("make", "-n", "ddp", "DEVICE=cpu", f"PYTHON={sys.executable}", cwd=tmp_path).out
+    against_oracle = ["--reference-dir", oracle("eager"), "--world-size", 4, "--actual-dir"]
+    done = compare(*against_oracle, runs("ddp").directory)
+    printed = without_numbers(done.out + "".join(runs("ddp").stdout)).splitlines()
+    for line in passed:
+        if line.startswith("== "):
+            assert line.partition(" in 25 s")[0] in made, line
+        elif line.strip() != "...":
+            assert without_numbers(line.removeprefix("   PASS")).strip() in "\n".join(printed), line
+    done = compare(*against_oracle, faulty)
+    for line in failed:
+        assert without_numbers(line.removesuffix("...")) in without_numbers(done.out), line
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_common_issues_show_as_the_list_says():
+    rows = re.search(r"common issues.*?\n\n(.*?)\n\n", README, re.DOTALL)[1].splitlines()
     code = "".join(path.read_text() for path in ROOT.glob("*.py"))
     assert len(rows) == 4  # as many as the tutorial has
     for row in rows:
-        for words in re.findall(r"`([^`]+)`", row.split("|")[2]):
+        shown = re.findall(r"`([^`]+)`", row)
+        assert shown, row
+        for words in shown:
             if words.startswith("rank "):  # tests/test_bad_input.py sees it whole
                 words = "was started with"
             assert words.startswith("make ") or words in code, words
 
 
-def test_named_files_exist():
-    for name in re.findall(r"^\| `([\w.]+)` \|", README, re.MULTILINE):
-        if "." in name or name == "Makefile":
-            assert (ROOT / name).exists(), name
+def test_files_are_listed():
+    (block,) = [block for block in blocks("text") if block.startswith("Makefile")]
+    listed = [line.split()[0] for line in block.splitlines()]
+    for name in listed:
+        assert list(ROOT.glob(name.rstrip("/"))), name
+    for path in ROOT.glob("*.py"):
+        assert any(fnmatch(path.name, name) for name in listed), path.name
+
+
+def test_options_are_the_makefiles():
+    (block,) = [block for block in blocks("text") if block.startswith("RANKS")]
+    makefile = (ROOT / "Makefile").read_text()
+    for name in re.findall(r"\b[A-Z_]{4,}\b", block):
+        assert re.search(rf"^{name} [:?]?= ", makefile, re.MULTILINE), name
+
+
+def test_links_lead_somewhere():
+    for text in (README, NUMERICS):
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            name, _, anchor = target.partition("#")
+            assert not name or (ROOT / name).exists(), target
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", NUMERICS, re.MULTILINE)
+                assert anchor in [
+                    re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings
+                ]
+    for label in re.findall(r"\]\[([^]]+)\]", README):
+        assert f"\n[{label}]: https://" in README
+
+
+# ---------------------------------------------------------------- NUMERICS.md
+
+
+def test_worked_examples_are_right():
+    result = doctest.testfile(str(ROOT / "NUMERICS.md"), module_relative=False)
+    assert result.attempted > 20 and result.failed == 0
+
+
+def test_every_invariant_and_default_is_described():
+    for name, text in INVARIANTS.items():
+        assert re.search(rf"^\| {name} \| {re.escape(text)} \|", NUMERICS, re.MULTILINE), name
+    assert f"| rtol {ELEMENT_EPS:g} eps, atol rtol times" in NUMERICS
+    assert f"<= norm_eps * eps * norm(reference)` | norm_eps {NORM_EPS:g} |" in NUMERICS
+    for eps in (2**-23, 2**-7):
+        assert (
+            f"| {eps:.2g} | {ELEMENT_EPS * eps:.2g} | {NORM_EPS * eps:.3g} |".replace("e-0", "e-") in NUMERICS
+        )
+    assert NEGLIGIBLE == 16 * 2**-23 and "below 2e-6 (16 x 2^-23) of" in NUMERICS
+    assert oracle_train.KINK == 4 * 2**-23 and "k is 4 eps times the largest z" in NUMERICS
+
+
+def test_annotated_json_has_the_fields_of_a_real_file(compare, runs, oracle, faulty, tmp_path):
+    directories = ["--reference-dir", runs("ddp").directory, "--oracle-dir", oracle("eager")]
+    compare(*directories, "--actual-dir", faulty, "--world-size", 4, "--json", tmp_path / "x.json")
+    (block,) = blocks("jsonc", NUMERICS)
+    shown = json.loads(re.sub(r"//.*", "", block))
+    check_fields(shown, json.loads((tmp_path / "x.json").read_text()), "")
+
+
+def check_fields(shown: object, real: object, where: str) -> None:
+    """See that what is shown has the fields of the real file, of a list those of its first entry."""
+    if where == "metadata":  # training_records.py shows all of it
+        assert shown.keys() <= real.keys()
+    elif isinstance(real, dict):
+        # Of the three runs, the first shows what is in each.
+        assert shown.keys() == real.keys(), where
+        for key in real:
+            check_fields(shown[key], real[key], key)
+    elif isinstance(real, list):
+        assert shown and real, where
+        check_fields(shown[0], real[0], where)
