@@ -42,6 +42,31 @@ from training_common import (
 )
 
 
+def distribute(model: torch.nn.Sequential, mode: str, device_type: str, world_size: int) -> torch.nn.Module:
+    """Distribute the model in place over all ranks; return the module whose forward is called.
+
+    Raises RuntimeError if a rank then holds another shard of a weight than the table on top says.
+    """
+    if mode == "ddp":
+        # The replica that trains is `model`; DDP only adds the averaging of its gradients.
+        return DistributedDataParallel(model)
+    hidden, features = HIDDEN_FEATURES // world_size, INPUT_FEATURES // world_size
+    if mode == "fsdp":
+        mesh = init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))
+        # Layers 0 and 2 are gathered one at a time; layer 1 is ReLU and has no parameters.
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
+        fully_shard(model[2], mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh)
+        check_local_shape("0.weight", model[0].weight, (hidden, INPUT_FEATURES))
+        check_local_shape("2.weight", model[2].weight, (features, HIDDEN_FEATURES))
+    else:
+        mesh = init_device_mesh(device_type, (world_size,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        check_local_shape("0.weight", model[0].weight, (hidden, INPUT_FEATURES))
+        check_local_shape("2.weight", model[2].weight, (INPUT_FEATURES, hidden))
+    return model
+
+
 def main(default_device: str = DEVICE_TYPE, default_backend: str = PROCESS_GROUP_BACKEND) -> None:
     """Parse the options, shard the model, train, and save this rank's records."""
     parser = make_parser(__doc__)
@@ -63,26 +88,7 @@ def main(default_device: str = DEVICE_TYPE, default_backend: str = PROCESS_GROUP
     rank, world_size, device = initialize(args)
     try:
         model = make_model("eager", args.seed).to(device)
-        forward = model
-        if mode == "ddp":
-            # The replica that trains is `model`; DDP only adds the averaging of its gradients.
-            forward = DistributedDataParallel(model)
-        elif mode == "fsdp":
-            mesh = init_device_mesh(args.device, (world_size,), mesh_dim_names=("dp",))
-            # Layers 0 and 2 are gathered one at a time; layer 1 is ReLU and has no parameters.
-            fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
-            fully_shard(model[2], mesh=mesh, reshard_after_forward=True)
-            fully_shard(model, mesh=mesh)
-            hidden_rows, input_rows = HIDDEN_FEATURES // world_size, INPUT_FEATURES // world_size
-            check_local_shape("0.weight", model[0].weight, (hidden_rows, INPUT_FEATURES))
-            check_local_shape("2.weight", model[2].weight, (input_rows, HIDDEN_FEATURES))
-        else:
-            mesh = init_device_mesh(args.device, (world_size,), mesh_dim_names=("tp",))
-            parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-            hidden_rows = HIDDEN_FEATURES // world_size
-            check_local_shape("0.weight", model[0].weight, (hidden_rows, INPUT_FEATURES))
-            check_local_shape("2.weight", model[2].weight, (INPUT_FEATURES, hidden_rows))
-
+        forward = distribute(model, mode, args.device, world_size)
         # After sharding: FSDP2 and TP replace the parameters by DTensors.
         parameters = dict(model.named_parameters())
         optimizer = torch.optim.SGD(parameters.values(), lr=LEARNING_RATE)

@@ -114,6 +114,20 @@ class SimpleFSDPModel(torch.nn.Module):
         return output.to_local(grad_placements=[Replicate()])
 
 
+def dp_degree_of(ranks: int) -> int:
+    """Return the data-parallel degree at TP_DEGREE; raise InputError if any size does not divide evenly."""
+    if ranks % TP_DEGREE:
+        raise InputError(
+            f"{ranks} ranks do not divide into groups of TP_DEGREE = {TP_DEGREE}; start a "
+            f"multiple of {TP_DEGREE} ranks, or edit TP_DEGREE in training_common.py"
+        )
+    dp_degree = ranks // TP_DEGREE
+    check_divides("GLOBAL_BATCH_SIZE", GLOBAL_BATCH_SIZE, dp_degree, "data-parallel replicas")
+    check_divides("HIDDEN_FEATURES", HIDDEN_FEATURES, TP_DEGREE, "tensor-parallel ranks")
+    check_divides("INPUT_FEATURES", INPUT_FEATURES, dp_degree, "FSDP ranks")
+    return dp_degree
+
+
 def main() -> None:
     """Parse the options, shard and compile the model, train, and save this rank's records."""
     parser = make_parser(__doc__)
@@ -124,17 +138,7 @@ def main() -> None:
         help=f"torch.compile backend: neuron on Neuron, aot_eager on CPU (default: {COMPILE_BACKEND})",
     )
     args = parser.parse_args()
-
-    ranks = args.expected_world_size
-    if ranks % TP_DEGREE:
-        raise InputError(
-            f"{ranks} ranks do not divide into groups of TP_DEGREE = {TP_DEGREE}; start a "
-            f"multiple of {TP_DEGREE} ranks, or edit TP_DEGREE in training_common.py"
-        )
-    dp_degree = ranks // TP_DEGREE
-    check_divides("GLOBAL_BATCH_SIZE", GLOBAL_BATCH_SIZE, dp_degree, "data-parallel replicas")
-    check_divides("HIDDEN_FEATURES", HIDDEN_FEATURES, TP_DEGREE, "tensor-parallel ranks")
-    check_divides("INPUT_FEATURES", INPUT_FEATURES, dp_degree, "FSDP ranks")
+    dp_degree = dp_degree_of(args.expected_world_size)
 
     rank, world_size, device = initialize(args)
     try:
