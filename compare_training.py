@@ -24,7 +24,7 @@ from pathlib import Path
 from training_common import InputError, make_parser, write_then_rename
 from training_comparison import Outcome, cause_of, compare_runs, ranks_of
 from training_invariants import INVARIANTS
-from training_records import ENVIRONMENT, JOB, KINDS, LAYOUT, SCHEMA, Run, check_same_job, ranges
+from training_records import KINDS, LAYOUT, SCHEMA, SHOWN, Run, check_same_job, ranges
 from training_tolerance import ELEMENT_EPS, NORM_EPS, Result, Tolerance
 
 Runs = dict[str, Run | None]  # "reference", "actual" and "oracle"
@@ -65,10 +65,10 @@ def describe_run(run: Run | None) -> dict | None:
 
 
 def differences(reference: Run | None, actual: Run) -> list[dict]:
-    """Return what differs between the metadata of two runs."""
+    """Return what differs between the metadata of two runs of the same job."""
     if not reference:
         return []
-    keys = dict.fromkeys((*JOB, *LAYOUT, *ENVIRONMENT))
+    keys = dict.fromkeys((*LAYOUT, *SHOWN))
     rows = [
         {"key": key, "reference": reference.metadata[key], "actual": actual.metadata[key]} for key in keys
     ]
@@ -160,7 +160,7 @@ def print_runs(runs: Runs) -> None:
     """Print where each run is and what it ran on."""
     for title, run in runs.items():
         if run:
-            known = [key for key in ENVIRONMENT if run.metadata[key] is not None]
+            known = [key for key in SHOWN if run.metadata[key] is not None]
             print(f"{title}: {run.directory}", *(f"{key}={run.metadata[key]}" for key in known))
 
 
@@ -236,7 +236,8 @@ def print_invariants(summary: dict) -> None:
     print()
     for run in dict.fromkeys(row["run"] for row in summary["invariants"]):
         rows = [row for row in summary["invariants"] if row["run"] == run]
-        idle = [row["name"] for row in rows if not row["checked"]]  # one rank, or another optimizer
+        # With one rank, or another optimizer than SGD, some have nothing to check.
+        idle = [row["name"] for row in rows if not row["checked"]]
         rows = [row for row in rows if row["checked"] or row["failed"]]
         broken = [row for row in rows if row["failed"]]
         more = f"; nothing to check for {', '.join(idle)}" if idle else ""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
 
-# Edit these defaults or use the command-line options in the launch scripts.
+# Edit these defaults, or use the options of the training scripts.
 DEVICE_TYPE = "neuron"  # cpu, neuron or cuda
 PROCESS_GROUP_BACKEND = "neuron"  # gloo for cpu, neuron for neuron, nccl or gloo for cuda
 RANKS_PER_NODE = 64  # a trn2.48xlarge at logical NeuronCore configuration 2

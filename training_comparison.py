@@ -17,16 +17,18 @@ from training_records import (
     Finding,
     InputError,
     Key,
+    Place,
     Run,
     Steps,
     Tensors,
     check_same_parameters,
+    place_of,
     slacks_of,
 )
 from training_tolerance import (
-    DEFAULT,
+    DEFAULTS,
     NEGLIGIBLE,
-    NOTHING,
+    NOTHING_MORE,
     Allowance,
     Result,
     Tolerance,
@@ -52,25 +54,24 @@ class Comparison:
         self.results: dict[Key, list[tuple[int, int, Result]]] = defaultdict(list)  # (rank, step, result)
         self.scores: list[list[float]] = []  # by rank and step: worst error as a share of what is allowed
         # The first pair at each place, with its result: most ranks have the same two tensors again.
-        self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor, Result]] = {}
+        self._known: dict[Place, tuple[torch.Tensor | None, torch.Tensor | None, Result]] = {}
 
-    def add(self, metadata: dict, expected: Steps, steps: Steps, slacks: list[Tensors]) -> None:
-        """Compare a rank. slacks: by step, what the oracle allows on top (see oracle_train.py)."""
+    def add(self, metadata: dict, reference: Steps, actual: Steps, slacks: list[Tensors]) -> None:
+        """Compare a rank. slacks: by step, what the oracle allows in addition (see oracle_train.py)."""
         rank, replica = metadata["rank"], metadata["dp_rank"]
         self.scores.append([])
-        unit = unit_of(steps, None if self.any_type else expected)
-        for step, (left, right) in enumerate(zip(expected, steps, strict=True)):
+        unit = unit_of(actual, trusted=None if self.any_type else reference)
+        for step, slack in enumerate(slacks):
             worst = 0.0
-            for key in left | right:
-                actual, reference = right.get(key), left.get(key)
-                place = step, key, replica if key == OUTPUT else None
-                known = self._known.get(place)
-                if known and actual is known[0] and reference is known[1]:
+            for key in reference[step] | actual[step]:
+                pair = actual[step].get(key), reference[step].get(key)
+                known = self._known.get(place_of(step, key, replica))
+                if known and pair[0] is known[0] and pair[1] is known[1]:
                     result = known[2]
                 else:
-                    on_top = self._allowance(key, left, right, expected[0], unit, slacks[step])
-                    result = self._compare(key, actual, reference, unit, on_top)
-                    self._known.setdefault(place, (actual, reference, result))
+                    on_top = allowance_of(key, reference[step], reference[0], slack, unit, pair)
+                    result = self._compare(key, *pair, unit, on_top)
+                    self._known.setdefault(place_of(step, key, replica), (*pair, result))
                 self.results[key].append((rank, step, result))
                 worst = max(worst, result.score)
                 if not result.passed:
@@ -94,35 +95,45 @@ class Comparison:
     ) -> Result:
         if actual is None or reference is None:
             run = "reference" if reference is None else "actual"
-            why = (
-                "the script returned none"
-                if key in (OUTPUT, LOSS)
-                else "the parameter is frozen there, or left out"
-            )
+            why = "the parameter is frozen there, or left out"
+            if key in (OUTPUT, LOSS):
+                why = "the script returned none"
             return mismatch(f": there is none in the {run} run: {why}")
         if not self.any_type and (problem := other_type(actual, reference)):
             return mismatch(problem)
         kind, _ = key
-        if kind == "losses":  # Python floats, of which float32 is the least that a script computes in
+        if kind == "losses":  # Python floats, which scripts compute in float32 or a coarser type
             unit = max(unit, torch.finfo(torch.float32).eps)
-        if kind == "parameters":  # what moved since training began is judged in the unit, see the allowance
+        if kind == "parameters":  # the unit is for their movement: see allow_movement
             unit = eps_of(actual, reference)
         return compare_tensor(actual, reference, self.tolerance, unit, on_top)
 
-    def _allowance(
-        self, key: Key, left: Tensors, right: Tensors, initial: Tensors, unit: float, slack: Tensors
-    ) -> Allowance:
-        kind, name = key
-        if kind not in PARAMETER_KINDS or key not in left or key not in right:
-            return NOTHING
-        on_top = NOTHING
-        if kind == "deltas":
-            on_top = allow_rounding_of(left["parameters", name], eps_of(right[key], left[key]))
-        if kind == "parameters":
-            on_top = allow_movement(left[key], initial[key], unit if eps_of(right[key], left[key]) else 0.0)
-        # A parameter as small as a negligible delta is made of such deltas.
-        floor = NEGLIGIBLE * largest(left, "gradients" if kind == "gradients" else "deltas")
-        return allow_slack(on_top._replace(floor=floor), slack.get(key))
+
+def allowance_of(
+    key: Key,
+    references: Tensors,
+    initial: Tensors,
+    slack: Tensors,
+    unit: float,
+    pair: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> Allowance:
+    """Return what is allowed of a tensor in addition to the tolerance.
+
+    references, initial: the reference's tensors of this step and of step 0. pair: actual, reference.
+    """
+    kind, name = key
+    actual, reference = pair
+    if kind not in PARAMETER_KINDS or actual is None or reference is None:
+        return NOTHING_MORE
+    eps = eps_of(actual, reference)
+    on_top = NOTHING_MORE
+    if kind == "deltas":
+        on_top = allow_rounding_of(references["parameters", name], eps)
+    if kind == "parameters":
+        on_top = allow_movement(reference, initial[key], unit if eps else 0.0)  # whole numbers must be equal
+    # A parameter as small as a negligible delta is made of such deltas.
+    floor = NEGLIGIBLE * largest(references, "gradients" if kind == "gradients" else "deltas")
+    return allow_slack(on_top._replace(floor=floor), slack.get(key))
 
 
 class Outcome(NamedTuple):
@@ -139,7 +150,7 @@ def compare_runs(
     reference: Run | None,
     actual: Run,
     oracle: Run | None = None,
-    tolerance: Tolerance = DEFAULT,
+    tolerance: Tolerance = DEFAULTS,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Compare all ranks, holding at most two of a run in memory. Raises InputError."""
@@ -163,7 +174,7 @@ def compare_runs(
             check_same_parameters(
                 steps["reference"], steps["actual"], ("the reference", f"rank {rank} of the actual run")
             )
-            add_reference(checks[1], reference, metadata, steps["reference"])
+            check_reference_rank(checks[1], reference, metadata, steps["reference"])
             comparison.add(metadata, steps["reference"], steps["actual"], slacks)
         if oracle:
             steps["oracle"] = oracle.steps(rank, metadata)
@@ -182,7 +193,7 @@ def compare_runs(
     return Outcome(comparison, checks, against_oracle, losses, in_causal_order(findings, order))
 
 
-def add_reference(checks: InvariantChecks, reference: Run, like: dict, steps: Steps) -> None:
+def check_reference_rank(checks: InvariantChecks, reference: Run, like: dict, steps: Steps) -> None:
     """Check a rank of the reference, whose place in the mesh has to be that of the actual run's rank.
 
     Of a run of one rank there is one rank to check, whole, and no mesh. Raises InputError.

@@ -6,12 +6,12 @@ from operator import is_ as is_same
 
 import torch
 
-from training_records import LOSS, OUTPUT, Finding, Key, Steps, check_same_parameters
+from training_records import LOSS, OUTPUT, Finding, Key, Place, Steps, check_same_parameters, place_of
 from training_tolerance import (
-    DEFAULT,
+    DEFAULTS,
     NEGLIGIBLE,
     NORM_EPS,
-    NOTHING,
+    NOTHING_MORE,
     Tolerance,
     allow_rounding_of,
     compare_tensor,
@@ -33,19 +33,18 @@ INVARIANTS = {
     "update": "a delta is the difference of the parameters after and before the step",
     "sgd": "a delta is -learning rate x gradient",
 }
-Place = tuple[int, Key, int | None]  # step, tensor, and of an output its replica
 HEAD = 16  # elements of an output that settle for most pairs of replicas that they differ
 
 
 class InvariantChecks:
     """Check the INVARIANTS of one run, which gets its ranks one after another, rank 0's first.
 
-    A rank's tensor is held against that of the rank which had it first: of rank 0, outputs against the
-    first rank of the same replica. Run.steps returns the very same object where both are equal. Then
-    what was found of the first is found of this rank, too, and nothing is computed.
+    The first rank that has a tensor is rank 0 or, for outputs, the first rank of the replica. Its tensor
+    is checked by itself. Every other rank's is compared with it. If Run.steps gave both ranks the same
+    object, they are equal: whatever is wrong with the first one is then wrong on this rank, too.
     """
 
-    def __init__(self, run: str, metadata: dict, tolerance: Tolerance = DEFAULT) -> None:
+    def __init__(self, run: str, metadata: dict, tolerance: Tolerance = DEFAULTS) -> None:
         """run: what it is called in findings, actual or reference."""
         self.run, self.metadata, self.tolerance = run, metadata, tolerance
         self.checked = dict.fromkeys(INVARIANTS, 0)
@@ -56,14 +55,14 @@ class InvariantChecks:
         self._unit = 0.0
         self._first_ranks: dict[int, int] = {}  # by replica
         self._firsts: dict[Place, torch.Tensor] = {}
-        self._not_finite: dict[Place, str] = {}  # of those, why they are not
+        self._not_finite: dict[Place, str] = {}  # the message about a first tensor that is not finite
         self._nonzero: dict[tuple[Key, int | None], bool] = {}
         self._heads: dict[int, torch.Tensor] = {}  # by step: first elements of outputs, a row a replica
         self._broken_updates: dict[tuple[int, str], dict[str, str]] = {}  # of rank 0, by step and name
 
     def failed(self, check: str) -> int:
         """Return how often an invariant was broken."""
-        return sum(finding.check.startswith(check) for finding in self.findings)
+        return sum(finding.check == self._name(check) for finding in self.findings)
 
     def add(self, content: dict, steps: Steps) -> None:
         """Check one rank. Raises InputError if its parameters are other ones than rank 0's."""
@@ -93,13 +92,16 @@ class InvariantChecks:
         self._check_nonzero()
         return self.findings
 
+    def _name(self, check: str) -> str:
+        return f"{check} ({self.run} run)"
+
     def _fail(self, step: int, key: Key, rank: int, check: str, message: str) -> None:
-        self.findings.append(Finding(step, rank, *key, f"{check} ({self.run} run)", message))
+        self.findings.append(Finding(step, rank, *key, self._name(check), message))
 
     # ------------------------------------------------------------ one tensor
 
     def _check_tensor(self, step: int, key: Key, rank: int, replica: int, tensor: torch.Tensor) -> None:
-        place = step, key, replica if key == OUTPUT else None
+        place = place_of(step, key, replica)
         first = self._firsts.get(place)
         if first is None and (rank == 0 or key in (OUTPUT, LOSS)):
             self._firsts[place] = tensor
@@ -138,7 +140,7 @@ class InvariantChecks:
         if problem := other_type(tensor, first):
             self._fail(step, key, rank, check, problem)
             return
-        on_top = NOTHING
+        on_top = NOTHING_MORE
         if kind == "deltas":
             on_top = allow_rounding_of(self._rank_0[step]["parameters", name], eps_of(tensor, first))
         if kind in ("gradients", "deltas"):
@@ -173,6 +175,7 @@ class InvariantChecks:
                 expected["sgd"] = -self.metadata["learning_rate"] * wide(gradient)
             for check, value in expected.items():
                 self.checked[check] += 1
+                # One subtraction and one product: no tolerance that was given for the runs applies.
                 on_top = allow_rounding_of(after, eps_of(delta, value))
                 result = compare_tensor(
                     delta, value, eps=self._unit, on_top=on_top, names=("expected", "actual")
@@ -189,7 +192,8 @@ class InvariantChecks:
         for step, tensors in enumerate(steps[1:], start=1):
             output = tensors.get(OUTPUT)
             others = [self._firsts.get((step, OUTPUT, replica)) for replica in self._first_ranks]
-            # The first elements, of all replicas at once, settle it for nearly all pairs.
+            # The first elements, of all replicas at once, settle it for nearly all pairs. A replica without
+            # an output has NaN there, which is near to nothing.
             head = torch.full((1, HEAD), torch.nan, dtype=torch.float64)
             if output is not None:
                 head = torch.zeros(1, HEAD, dtype=wide(output).dtype)

@@ -25,7 +25,7 @@ torch.load(path, weights_only=True) returns it:
                 "gradients": {"0.weight": Tensor(256, 128), ...},   # as the optimizer got them
                 "parameters": {"0.weight": Tensor(256, 128), ...},  # after the optimizer's step
                 "deltas": {"0.weight": Tensor(256, 128), ...},      # parameters after minus before
-                "slack": {"0.weight": Tensor(256, 128), ...},       # the oracle's file only, see there
+                "slack": {"0.weight": Tensor(256, 128), ...},       # of oracle_train.py alone: see train_step
             },
             ...
         ],
@@ -49,10 +49,11 @@ from training_common import FORMAT, InputError
 
 SCHEMA = "parity-comparison-1"  # of what compare_training.py --json writes; see NUMERICS.md
 
-# Metadata that two runs of the same job share. Whatever else differs is shown.
-JOB = ("format", "model", "seed", "steps", "global_batch_size", "learning_rate", "optimizer")
+# Metadata in which two runs of the same job agree.
+JOB = ("model", "seed", "steps", "global_batch_size", "learning_rate", "optimizer")
 LAYOUT = ("mode", "world_size", "dp_degree", "tp_degree")  # a run of one rank may differ in these
-ENVIRONMENT = ("mode", "device", "backend", "compile_backend", "torch_version", "torch_neuronx_version")
+# Metadata that is printed of each run, and in which two runs may differ.
+SHOWN = ("mode", "device", "backend", "compile_backend", "torch_version", "torch_neuronx_version")
 
 # In causal order within a step: each kind follows from the ones before it.
 KINDS = ("outputs", "losses", "gradients", "parameters", "deltas")
@@ -61,6 +62,7 @@ OUTPUT = ("outputs", "output")
 LOSS = ("losses", "global loss")
 
 Key = tuple[str, str]  # kind and name of a tensor
+Place = tuple[int, Key, int | None]  # step, key and, for an output, the replica: see place_of
 Tensors = dict[Key, torch.Tensor]  # of one rank and step, in causal order
 Steps = list[Tensors]  # of one rank; step 0 is before training and has parameters only
 
@@ -74,6 +76,14 @@ class Finding(NamedTuple):
     name: str
     check: str  # "reference", or the name of an invariant and the run that breaks it
     message: str  # follows the tensor's name: "[12, 7]: reference 0.1, actual 0.2, ..."
+
+
+def place_of(step: int, key: Key, replica: int) -> Place:
+    """Return where in a run a tensor belongs: ranks that have one there should have the same.
+
+    Outputs are the same within a data-parallel replica, everything else is the same on all ranks.
+    """
+    return step, key, replica if key == OUTPUT else None
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -134,7 +144,7 @@ def trained(steps: Steps) -> list[torch.Tensor]:
 # ---------------------------------------------------------------- one file
 
 
-def find_ranks(directory: Path, world_size: int) -> None:
+def check_rank_files(directory: Path, world_size: int) -> None:
     """Raise InputError unless the directory holds rank-0.pt to rank-<world_size - 1>.pt and no other."""
     try:
         if not directory.is_dir():
@@ -196,20 +206,19 @@ def find_problem(content: object) -> str | None:
     metadata, records = content["metadata"], content["records"]
     if not isinstance(metadata, dict) or not isinstance(records, list):
         return "metadata is no dictionary or records is no list"
-    problems = [problem_of_metadata(metadata)]
+    if problem := problem_of_metadata(metadata):
+        return problem
     for step, record in enumerate(records, start=1):
-        if any(problems):
-            break
-        problem = problem_of_record(record, records[0])
-        problems.append(problem and f"step {step}{problem}")
-    return next(filter(None, problems), None)
+        if problem := problem_of_record(record, records[0]):
+            return f"step {step}{problem}"
+    return None
 
 
 def problem_of_metadata(metadata: dict) -> str | None:
     """Return what is wrong with a rank file's metadata, None if nothing is."""
     if metadata.get("format") != FORMAT:
         return f"its format is {metadata.get('format')!r}"
-    for key in (*JOB, *LAYOUT, *ENVIRONMENT):
+    for key in (*JOB, *LAYOUT, *SHOWN):
         if not isinstance(metadata.get(key, ()), str | int | float | None):
             return f"metadata {key} is missing or no plain value"
     for key in ("rank", "world_size", "dp_degree", "dp_rank", "tp_degree", "tp_rank"):
@@ -226,7 +235,10 @@ def problem_of_metadata(metadata: dict) -> str | None:
 
 
 def problem_of_record(record: object, first: object) -> str | None:
-    """Return what is wrong with a step's record, None if nothing is; first: the record of step 1."""
+    """Return what is wrong with a step's record, None if nothing is.
+
+    The text follows "step 2". first: the record of step 1, which has the initial parameters.
+    """
     if (
         not isinstance(record, dict)
         or not {"output", "loss", "local_loss", *PARAMETER_KINDS} <= record.keys()
@@ -281,11 +293,11 @@ class Run:
         self.directory = directory
         self.whole = may_be_whole and self._is_of_one_rank()
         self.world_size = 1 if self.whole else world_size
-        find_ranks(directory, self.world_size)
+        check_rank_files(directory, self.world_size)
         self.first = load_rank(directory, 0, self.world_size)
         self.metadata = self.first["metadata"]
         self._last: tuple[int, dict] | None = None  # the rank opened last; no more are kept
-        self._seen: dict[tuple[int, Key, int | None], torch.Tensor] = {}
+        self._seen: dict[Place, torch.Tensor] = {}  # the first rank's tensor at each place
 
     def _is_of_one_rank(self) -> bool:
         if (self.directory / "rank-1.pt").exists():
@@ -307,7 +319,7 @@ class Run:
         if self._last and self._last[0] == rank:
             return self._last[1]
         content = load_rank(self.directory, rank, self.world_size)
-        for key in (*JOB, *LAYOUT, *ENVIRONMENT, "run_id"):
+        for key in (*JOB, *LAYOUT, *SHOWN, "run_id"):
             first, other = self.metadata.get(key), content["metadata"].get(key)
             if first != other:
                 raise InputError(
@@ -320,24 +332,25 @@ class Run:
     def steps(self, rank: int, like: dict) -> Steps:
         """Return a rank's steps; of a whole run, the part that a rank with metadata `like` sees.
 
-        Most tensors are the same on many ranks. One that equals what an earlier rank has is that
-        rank's object, so that `is` tells whoever compares that it was compared before. Parameters,
-        gradients and losses are looked for in all earlier ranks, outputs in those of the same replica.
+        Most tensors are the same on many ranks. One that equals the first rank's at its place is replaced
+        by the first rank's object. Whoever compares ranks one after another then sees by `is` that this
+        tensor was compared before.
         """
         steps = steps_of(self.rank(rank))
-        replica = like["dp_rank"]
         for step, tensors in enumerate(steps):
             if self.whole and OUTPUT in tensors:
                 tensors[OUTPUT] = self._part_of(tensors[OUTPUT], like)
-            for key, tensor in tensors.items():
-                place = step, key, replica if key == OUTPUT else None
-                seen = self._seen.get(place)
-                if seen is None:
-                    # Copied unless it is rank 0's: a view of a file keeps all of it in memory.
-                    self._seen[place] = tensors[key] = tensor if rank == 0 or self.whole else tensor.clone()
-                elif same_values(seen, tensor):
-                    tensors[key] = seen
+            for key in tensors:
+                tensors[key] = self._first_equal(place_of(step, key, like["dp_rank"]), tensors[key], rank)
         return steps
+
+    def _first_equal(self, place: Place, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        first = self._seen.get(place)
+        if first is None:
+            # Copied unless it is rank 0's, whose file stays open: a view keeps all of a file in memory.
+            self._seen[place] = tensor if rank == 0 or self.whole else tensor.clone()
+            return self._seen[place]
+        return first if same_values(first, tensor) else tensor
 
     def _part_of(self, output: torch.Tensor, like: dict) -> torch.Tensor:
         replicas = like["dp_degree"]

@@ -34,13 +34,13 @@ class Tolerance(NamedTuple):
 
 
 class Allowance(NamedTuple):
-    """What is allowed on top of the tolerance, and what the error is given relative to."""
+    """What a caller allows in addition to the tolerance, and what the error is given relative to."""
 
     element: torch.Tensor | float = 0.0  # absolute error of each element
     norm: float = 0.0  # absolute norm of the error
-    only_by_default: bool = False  # an explicit rtol takes its place
-    relative_to: float | None = None  # norm of which Result.eps is a share; None: the reference's
-    floor: float = 0.0  # where both tensors stay below it, they are zero but for rounding, and pass
+    only_by_default: bool = False  # with --rtol neither is allowed: that option then says all
+    relative_to: float | None = None  # Result.eps is given relative to this norm; None: the reference's
+    floor: float = 0.0  # if both tensors stay below it, they are zero but for rounding, and pass
 
 
 class Result(NamedTuple):
@@ -54,8 +54,8 @@ class Result(NamedTuple):
     message: str = ""  # for a failed one: where and by how much; for a passed one: why it was not compared
 
 
-DEFAULT = Tolerance()
-NOTHING = Allowance()
+DEFAULTS = Tolerance()
+NOTHING_MORE = Allowance()
 
 
 # ---------------------------------------------------------------- measuring
@@ -73,14 +73,14 @@ def eps_of(*tensors: torch.Tensor) -> float:
     )
 
 
-def unit_of(steps: Steps, computed: Steps | None) -> float:
+def unit_of(steps: Steps, trusted: Steps | None) -> float:
     """Return the eps in which a run's errors are judged: the coarsest of its trained parameters' dtypes.
 
-    computed: the run whose outputs, gradients and deltas count, too. It is the trusted one: autocast in
-    the run in question alone is a difference, and no reason to allow more.
+    trusted: the run whose outputs, gradients and deltas count, too. Autocast in the reference allows
+    more. Autocast in the run in question alone is a difference, and no reason to allow more.
     """
     kinds = ("outputs", "gradients", "deltas")
-    values = [tensor for (kind, _), tensor in computed[1].items() if kind in kinds] if computed else []
+    values = [tensor for (kind, _), tensor in trusted[1].items() if kind in kinds] if trusted else []
     return eps_of(*trained(steps), *values)
 
 
@@ -114,8 +114,8 @@ def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
 def allow_rounding_of(parameter: torch.Tensor, eps: float) -> Allowance:
     """Return what is allowed of a delta: the rounding of the parameter whose two values it separates.
 
-    The difference of two nearly equal numbers has their rounding errors: 2 eps of the largest element,
-    and in norm. The error is given relative to the parameter.
+    The difference of two nearly equal numbers has their rounding errors. Allowed are 2 eps of the
+    parameter's largest element for each element, and 2 eps of its norm in norm.
     """
     values = wide(parameter)
     norm = values.norm().item()
@@ -125,8 +125,8 @@ def allow_rounding_of(parameter: torch.Tensor, eps: float) -> Allowance:
 def allow_movement(reference: torch.Tensor, initial: torch.Tensor, unit: float) -> Allowance:
     """Return what is allowed of a parameter for what was added to it since training began.
 
-    A float32 parameter may move by bfloat16 gradients. Its initial value is judged in its own eps, the
-    movement in the unit of what moved it.
+    A float32 parameter may move by bfloat16 gradients. Then its initial value is judged in eps of float32
+    and its movement in the unit, eps of bfloat16.
     """
     moved = wide(reference) - wide(initial)
     element, norm = ELEMENT_EPS * unit * moved.abs().max(), NORM_EPS * unit * moved.norm().item()
@@ -169,9 +169,9 @@ def other_type(actual: torch.Tensor, reference: torch.Tensor) -> str:
 def compare_tensor(
     actual: torch.Tensor,
     reference: torch.Tensor,
-    tolerance: Tolerance = DEFAULT,
+    tolerance: Tolerance = DEFAULTS,
     eps: float = 0.0,
-    on_top: Allowance = NOTHING,
+    on_top: Allowance = NOTHING_MORE,
     names: tuple[str, str] = ("reference", "actual"),
 ) -> Result:
     """Compare two tensors, element by element and by the norm of their difference.

@@ -13,7 +13,7 @@ import torch
 from conftest import RANKS, ROOT, SCRIPTS, STEPS, copy_run, edit, edit_all, run
 
 from training_comparison import Comparison
-from training_tolerance import DEFAULT, allow_rounding_of, compare_tensor
+from training_tolerance import DEFAULTS, allow_rounding_of, compare_tensor
 
 
 @pytest.fixture
@@ -436,7 +436,7 @@ def test_gradient_that_is_zero_but_for_rounding(noise, failed):
         return [parameters, {("outputs", "output"): torch.ones(4)} | gradients | parameters]
 
     left, right = (steps(noise * torch.randn(64, generator=generator)) for _ in range(2))
-    comparison = Comparison(DEFAULT, any_type=False)
+    comparison = Comparison(DEFAULTS, any_type=False)
     comparison.add({"rank": 0, "dp_rank": 0}, left, right, [{}, {}])
     assert len(comparison.findings) == failed
 
@@ -476,7 +476,7 @@ def test_small_bfloat16_gradient_beside_a_large_one_is_compared(change):
         gradients = {("gradients", "b"): gradient, ("gradients", "a"): torch.ones(64).bfloat16()}
         return [parameters | frozen, {("outputs", "output"): torch.ones(4)} | gradients | parameters | frozen]
 
-    comparison = Comparison(DEFAULT, any_type=False)
+    comparison = Comparison(DEFAULTS, any_type=False)
     left, right = steps(small), steps(small * change)
     comparison.add({"rank": 0, "dp_rank": 0}, left, right, [{}, {}])
     assert len(comparison.findings) == 1
@@ -489,7 +489,7 @@ def test_frozen_parameter_in_a_coarser_type_loosens_nothing():
         computed = {("outputs", "output"): torch.ones(4) * factor}
         return [parameters, computed | gradients | parameters]
 
-    comparison = Comparison(DEFAULT, any_type=False)
+    comparison = Comparison(DEFAULTS, any_type=False)
     left, right = steps(1.0), steps(1.001)
     comparison.add({"rank": 0, "dp_rank": 0}, left, right, [{}, {}])
     assert len(comparison.findings) == 2

@@ -38,7 +38,7 @@ def worker(mode: str, seeds: int, steps: int, folder: Path) -> None:
     from oracle_train import train_oracle
     from training_comparison import Comparison
     from training_records import OUTPUT, slacks_of, steps_of
-    from training_tolerance import DEFAULT
+    from training_tolerance import DEFAULTS
 
     name, options = SCRIPTS[mode]
     script = importlib.import_module(name)
@@ -53,7 +53,7 @@ def worker(mode: str, seeds: int, steps: int, folder: Path) -> None:
         expected = steps_of(whole)
         for tensors in expected[1:]:  # the oracle's output is that of the whole batch
             tensors[OUTPUT] = tensors[OUTPUT].chunk(metadata["dp_degree"])[metadata["dp_rank"]]
-        comparison = Comparison(DEFAULT, any_type=True)
+        comparison = Comparison(DEFAULTS, any_type=True)
         comparison.add(metadata, expected, steps_of({"records": records}), slacks_of(whole))
         for kind, results in comparison.by_kind().items():
             for field in ("eps", "needed_rtol", "score"):
