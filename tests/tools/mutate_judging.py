@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOAL = 0.9
 COMPARISON = ("test_tolerance", "test_mesh", "test_findings", "test_invariants", "test_compare")
 CAUSES = ("test_causes_forward", "test_causes_backward", "test_diagnose", "silent_bugs/test_detection")
-# What is judged with, and the tests of it. Files that are not there are left out.
+# What is judged with, and the tests of it.
 TESTS = {
     "training_records.py": COMPARISON,
     "training_tolerance.py": (*COMPARISON, "test_titan_parity"),
@@ -36,10 +36,10 @@ TESTS = {
     "training_comparison.py": COMPARISON,
     "compare_training.py": (*COMPARISON, "test_causes_forward"),
     "training_evidence.py": CAUSES,
+    "training_causes_general.py": CAUSES,
     "training_causes_forward.py": CAUSES,
     "training_causes_backward.py": CAUSES,
     "training_diagnosis.py": CAUSES,
-    "diagnose_training.py": CAUSES,
     "titan/check_run.py": ("test_check_run",),
     "titan/parity.py": ("test_titan_parity",),
 }
