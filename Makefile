@@ -59,7 +59,7 @@ $(error RESULTS is '$(RESULTS)': name one directory, without spaces)
 endif
 
 MODES := ddp fsdp tp simplefsdp-tp
-# Lies in a results folder that make made.
+# A file that says that make made this results folder.
 OURS := $(RESULTS)/made-by-make.txt
 TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-memory titan-test
 
