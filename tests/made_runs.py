@@ -183,6 +183,19 @@ def follow(update):
     return retrain
 
 
+def without(*names, moved=False):
+    """Freeze parameters: they have no gradient, and change only if moved."""
+
+    def change(content):
+        initial = content["records"][0]["initial"]
+        for step, record in enumerate(content["records"], start=1):
+            for name in names:
+                del record["gradients"][name], record["deltas"][name]
+                record["parameters"][name] = initial[name] + (0.1 * step if moved else 0)
+
+    return change
+
+
 def other(tensor, size, seed=5):
     """Return noise of a size relative to a tensor, in norm."""
     values = noise(*tensor.shape, seed=seed).to(tensor.dtype)

@@ -20,20 +20,10 @@ from made_runs import (
     other,
     put,
     some_gradients,
+    without,
 )
 
 # ---------------------------------------------------------------- gradients
-
-
-def without(*names, moved=False):
-    def change(content):
-        initial = content["records"][0]["initial"]
-        for step, record in enumerate(content["records"], start=1):
-            for name in names:
-                del record["gradients"][name], record["deltas"][name]
-                record["parameters"][name] = initial[name] + (0.1 * step if moved else 0)
-
-    return change
 
 
 def replicas(r, about, mean=1.0):

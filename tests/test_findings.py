@@ -6,7 +6,18 @@ from datetime import datetime
 import pytest
 import torch
 from conftest import edit, edit_all
-from made_runs import SUMMED, broken, gradient, loss, make_run, mismatched, output, put, some_parameters
+from made_runs import (
+    SUMMED,
+    broken,
+    gradient,
+    loss,
+    make_run,
+    mismatched,
+    output,
+    put,
+    some_parameters,
+    without,
+)
 
 
 @pytest.fixture
@@ -302,3 +313,41 @@ def test_causal_order_within_a_step(three, compare):
         edit_all(three[1], change)
         done = compare("--reference-dir", three[0], "--actual-dir", three[1], "--world-size", 4)
         assert f"First in causal order: ranks 0-3, step 1, {name}" in done.out
+
+
+@pytest.mark.parametrize("of", ["actual", "reference"])
+def test_a_gradient_that_one_run_lacks(three, compare, of):
+    edit_all(three[of == "actual"], without("bias"))
+    done = compare("--reference-dir", three[0], "--actual-dir", three[1], "--world-size", 4)
+    assert done.status == 1
+    if of == "actual":  # otherwise something else comes first in causal order
+        said = "there is none in the actual run: the parameter is frozen there, or left out"
+        assert f"ranks 0-3, step 1, gradients bias: {said}" in done.out
+    failed = {"gradients": 8, "deltas": 8, "parameters": 8}
+    assert mismatched(done.out) == failed
+    for kind in ("gradients", "deltas"):
+        row = next(line for line in done.out.splitlines() if line.startswith(kind))
+        assert row.split() == [kind, "16", "8", "inf", "eps", "--rtol", "inf", "--norm-eps", "inf"]
+    assert done.out.count("mismatched_tensors=6") == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (output(lambda o: o.double()), "outputs output: its type is float64, expected float32"),
+        (output(lambda o: o[:3]), "outputs output: its shape is [3, 24], expected [4, 24]"),
+        (
+            output(put(torch.nan)),
+            "actual nan: not finite in the actual run",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_passes_under_no_tolerance(three, compare, change, said):
+    edit_all(three[1], change)
+    options = ["--reference-dir", three[0], "--actual-dir", three[1], "--world-size", 4]
+    for more in ((), ("--rtol", 1e9, "--atol", 1e9, "--norm-eps", 1e9)):
+        done = compare(*options, *more)
+        assert mismatched(done.out) == {"outputs": 4}
+        assert said in done.out
+        row = next(line for line in done.out.splitlines() if line.startswith("outputs"))
+        assert row.split()[1:] == ["8", "4", "inf", "eps", "--rtol", "inf", "--norm-eps", "inf"]
