@@ -186,24 +186,35 @@ def compare(call):
 
 
 @pytest.fixture
-def made_cause(compare, tmp_path):
-    """Alter some ranks of a made-up run and return the likely cause that is printed.
+def compare_made(compare, tmp_path):
+    """Alter some ranks of a made-up run and judge it: exit status, stdout, stderr.
 
     against: None for the run alone, "run" for one of as many ranks, "whole" for one of one rank.
+    of: which of the two is altered.
     """
-
     from made_runs import make_run
 
-    def call(change, ranks=(0, 1, 2, 3), against="run", of="actual", options=(), **made):
-        directory = {"actual": make_run(tmp_path / "actual", **made)}
-        options = ["--actual-dir", directory["actual"], "--world-size", 4, *options]
+    def call(change, *ranks, against="run", of="actual", options=(), **made) -> SimpleNamespace:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        directory = {"actual": make_run(folder / "actual", **made)}
+        arguments = ["--actual-dir", directory["actual"], "--world-size", 4]
         if against:
             whole = {"dp": 1, "tp": 1} if against == "whole" else {}
-            directory["reference"] = make_run(tmp_path / "reference", **{**made, **whole})
-            options += ["--reference-dir", directory["reference"]]
+            directory["reference"] = make_run(folder / "reference", **{**made, **whole})
+            arguments += ["--reference-dir", directory["reference"]]
         for rank in ranks:
             edit(directory[of], rank, change)
-        done = compare(*options)
+        return compare(*arguments, *options)
+
+    return call
+
+
+@pytest.fixture
+def made_cause(compare_made):
+    """Do the same and return the likely cause that is printed."""
+
+    def call(change, ranks=(0, 1, 2, 3), against="run", **more) -> str:
+        done = compare_made(change, *ranks, against=against, **more)
         assert (done.status, done.err) == (1, ""), done.err + done.out
         return next(line for line in done.out.splitlines() if line.startswith("Likely cause: "))[14:]
 

@@ -389,3 +389,6 @@ def test_memory_that_was_changed(made_cause, changed, sentence):
     gradients = lambda step: {"weight": noise(64, 64, seed=step)}  # noqa: E731
     made = {"parameters": parameters, "gradients": gradients, "steps": 3}
     assert made_cause(change, (1,), **made) == sentence
+    # Without a reference, what is alike on every rank shows in the delta, not in the parameter.
+    alone = made_cause(change, against=None, **made)
+    assert alone == sentence.replace("on rank 1", "on every rank")

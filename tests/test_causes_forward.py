@@ -311,6 +311,9 @@ OUTPUTS = [
     ),
     fault(output(lambda o: put(0.1)(o.bfloat16().float())), NOT_KNOWN),
     fault(output(lambda o: o + 0.1), NOT_KNOWN),
+    fault(output(lambda o: o[:3]), NOT_KNOWN),
+    fault(output(lambda o: o[:, :23]), NOT_KNOWN),
+    fault(output(lambda o: o.sum()), NOT_KNOWN),
     fault(output(lambda o: o.clamp(min=0)), NOT_KNOWN),
 ]
 

@@ -493,3 +493,11 @@ def test_frozen_parameter_in_a_coarser_type_loosens_nothing():
     left, right = steps(1.0), steps(1.001)
     comparison.add({"rank": 0, "dp_rank": 0}, left, right, [{}, {}])
     assert len(comparison.findings) == 2
+
+
+@pytest.mark.parametrize("field", ["output", "loss", "local_loss", "gradients", "parameters", "deltas"])
+def test_every_field_of_a_step_is_needed(pair, verdict, field):
+    edit(pair[1], 2, lambda content: content["records"][1].pop(field))
+    invalid(
+        verdict, "rank-2.pt", "step 2 lacks one of output, loss, local_loss, gradients, parameters, deltas"
+    )

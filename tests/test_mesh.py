@@ -4,41 +4,18 @@ Ranks 0 and 1 are replica 0, ranks 2 and 3 replica 1.
 """
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from conftest import edit, edit_all
-from made_runs import broken, make_run, mismatched, noise
+from conftest import edit_all
+from made_runs import broken, make_run, mismatched, noise, output
 
 
 @pytest.fixture
-def check(compare, tmp_path):
-    """Alter some ranks of a run and judge it: exit status, stdout, stderr.
-
-    against: None for the run alone, "run" for one of as many ranks, "whole" for one of one rank.
-    """
-
-    def run(change, *ranks, against=None, of="actual", **made):
-        directory = {"actual": make_run(tmp_path / "actual", **made)}
-        options = ["--actual-dir", directory["actual"], "--world-size", 4]
-        if against:
-            whole = {"dp": 1, "tp": 1} if against == "whole" else {}
-            directory["reference"] = make_run(tmp_path / "reference", **{**made, **whole})
-            options += ["--reference-dir", directory["reference"]]
-        for rank in ranks:
-            edit(directory[of], rank, change)
-        done = compare(*options)
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
-        return done
-
-    return run
-
-
-def output(change, step=1):
-    return lambda content: content["records"][step - 1].update(
-        output=change(content["records"][step - 1]["output"])
-    )
+def check(compare_made):
+    """Judge a run by itself, unless told against what."""
+    return partial(compare_made, against=None)
 
 
 def shift(kind, error, name="weight", step=1):
