@@ -2,7 +2,7 @@
 
     make mutants
     python tests/tools/mutate_judging.py --count 60 --seed 0
-    python tests/tools/mutate_judging.py --made /tmp/made        keeps the recorded runs for the next time
+    python tests/tools/mutate_judging.py --made FOLDER           keeps the recorded runs for the next time
 
 Draws mutants at random: a comparison is turned, a number changed, a condition negated, an operator
 swapped, a statement or an argument dropped. Each is applied to a copy of the tree, where the tests that
@@ -69,8 +69,8 @@ class Mutant(NamedTuple):
     new: str
 
     def __str__(self) -> str:
-        old, new = (re.sub(r"\s+", " ", text) for text in (self.old, self.new))
-        return f"{self.file}:{self.line}  {old[:70]}  ->  {new[:70]}"
+        old, new = (re.sub(r"\s+", " ", text)[:70] for text in (self.old, self.new))
+        return f"{self.file}:{self.line}  {old}  ->  {new}"
 
 
 # ---------------------------------------------------------------- what may be changed
@@ -173,12 +173,12 @@ def wait(running: dict[int, float]) -> tuple[int, int | None]:
         time.sleep(0.05)
 
 
-def first_failure(output: Path, status: int | None) -> str:
+def noticed_by(output: Path, status: int | None) -> str:
     """Return what noticed a mutant, in words."""
-    if status is None:
-        return "a test that did not end"
+    if status in (0, None):
+        return "noticed: a test did not end" if status is None else "SURVIVED"
     lines = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", output.read_text(), re.MULTILINE)
-    return lines[0][:90] if lines else f"pytest, exit status {status}"
+    return f"noticed by {lines[0][:90] if lines else 'pytest itself'}"
 
 
 def record(tree: Path, names: list[str]) -> dict[str, float]:
@@ -216,8 +216,7 @@ def judge(mutants: list[Mutant], trees: list[Path], seconds: dict[str, float]) -
             (tree / mutant.file).write_bytes(content)
             trees.append(tree)
             noticed += status != 0
-            found = "SURVIVED" if status == 0 else f"noticed by {first_failure(Path(f'{tree}.txt'), status)}"
-            print(f"{mutant}  {found}", flush=True)
+            print(f"{mutant}  {noticed_by(Path(f'{tree}.txt'), status)}", flush=True)
     finally:
         for process in running:
             os.killpg(process, signal.SIGKILL)
