@@ -339,6 +339,10 @@ def first(**values):
             lambda content: content["records"][0]["gradients"].pop("2.bias"),
             "must have the same names, all among",
         ),
+        (
+            lambda content: content["records"][0]["initial"].pop("2.bias"),
+            "the parameters must have the names of step 1's initial parameters",
+        ),
     ],
 )
 def test_file_of_another_structure(pair, verdict, change, words):
