@@ -51,8 +51,8 @@ SWAPPED = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 SWAPPED |= {ast.Pow: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv}
 ORDERED = {ast.Eq: ast.GtE, ast.NotEq: ast.Gt}
 BY_ONE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}  # of whole numbers
-TEXT = re.compile(r"['\"]|(print|progress|show_progress|traceback\.print_exc)\(")  # docstrings too
-TRAINING = {"launch", "train"}  # functions of titan/parity.py that judge nothing
+# What judges nothing: docstrings, what is printed, and the functions of titan/parity.py that train.
+SKIPPED = re.compile(r"f?['\"]|(print|progress|show_progress|traceback\.print_exc)\(|def (launch|train)\(")
 DROPPED = ast.Expr, ast.AugAssign, ast.Return, ast.Raise, ast.Continue, ast.Break
 # Arguments that change what is said, not what is found, or that guard against our own mistakes.
 WORDS = {"help", "description", "metavar", "file", "flush", "formatter_class", "end", "indent", "strict"}
@@ -108,9 +108,7 @@ def changes(node: ast.AST) -> Iterator[str]:
 
 def nodes(node: ast.AST) -> Iterator[tuple[ast.AST, str | None]]:
     """Yield the nodes that may be changed, a condition with its negation: no text, no type hint."""
-    if isinstance(node, ast.JoinedStr) or getattr(node, "name", "") in TRAINING:
-        return
-    if isinstance(node, ast.Expr) and TEXT.match(ast.unparse(node)):
+    if isinstance(node, ast.JoinedStr | ast.stmt) and SKIPPED.match(ast.unparse(node)):
         return
     yield node, None
     for field, value in ast.iter_fields(node):
@@ -175,7 +173,7 @@ def wait(running: dict[int, float]) -> tuple[int, int | None]:
 
 def noticed_by(output: Path, status: int | None) -> str:
     """Return what noticed a mutant, in words."""
-    if status in (0, None):
+    if not status:
         return "noticed: a test did not end" if status is None else "SURVIVED"
     lines = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", output.read_text(), re.MULTILINE)
     return f"noticed by {lines[0][:90] if lines else 'pytest itself'}"
