@@ -394,8 +394,8 @@ def newest_python(tmp_path):
         script(tools / name, "echo 'pyenv: command not found'; exit 127")
     script(tools / "pyenv", f"echo {tmp_path / 'pyenv'}")
     script(tools / "made", "echo Python 3.x")
-    make = f'echo "$@" > made; mkdir -p "${{1%/*}}/bin"; cp {tools / "made"} "${{1%/*}}/bin/python"; exit $STATUS'
-    script(tools / "make", make)
+    copy = f'mkdir -p "${{1%/*}}/bin"; cp {tools / "made"} "${{1%/*}}/bin/python"'
+    script(tools / "make", f'echo "$@" > made; {copy}; exit $STATUS')
 
     def call(used, *versions, status=0):
         own = f'[ "$1" = --version ] && echo Python 3.{used}.0 || echo {used}'
