@@ -225,6 +225,11 @@ OUTPUTS = [
         output(lambda o: 1.2345 * o),
         "outputs of every rank are 1.235x the reference, a factor that is no degree of the mesh",
     ),
+    fault(
+        output(lambda o: 3 * o),
+        "outputs of rank 3 are 3.00x the reference, a factor that is no degree of the mesh",
+        3,
+    ),
     fault(output(lambda o: 1.0005 * o), NOT_KNOWN),
     fault(
         output(lambda o, about: (2 + about["rank"]) * o),
@@ -337,6 +342,15 @@ def test_cause_of_outputs(made_cause, change, sentence, ranks):
 def test_what_a_factor_means_on_another_mesh(made_cause, dp, tp, factor, sentence):
     found = made_cause(output(lambda o: factor * o), dp=dp, tp=tp)
     assert found.endswith(f"x the reference: {sentence}")
+
+
+def test_zeros_are_no_values_that_are_exact_in_bfloat16(made_cause):
+    outputs = lambda step: some_outputs(step).clamp(min=0)  # noqa: E731
+    count = int((outputs(1)[:4] > 0).sum())
+    assert made_cause(output(lambda o: o.bfloat16().float()), outputs=outputs) == (
+        f"outputs output: all {count} values are exact in bfloat16, of the reference's 0.0%: computed or "
+        "reduced in bfloat16"
+    )
 
 
 @pytest.mark.parametrize(("factor", "known"), [(2.01, True), (2.06, False)])

@@ -435,3 +435,12 @@ def test_trend_is_that_of_the_first_ten_steps(check):
     rising = [6.0 + 0.1 * i for i in range(10)]
     result = check(titan_log([*rising, *(5.0 - i for i in range(5))], total=15, later=0.5))
     assert result.failed == {"loss falls"}
+
+
+def test_steps_that_are_missing_are_counted_from_the_last_one(check):
+    assert "all steps done         0 of 10" in check(titan_log([], finished=False)).out
+    assert "all steps done         6 of 10" in check(titan_log(LOSSES[:6])).out
+    lines = [line.replace("total steps 10", "all") for line in titan_log(LOSSES[:6], finished=False)]
+    result = check(lines)
+    assert result.failed == {"all steps done"}
+    assert "6 of an unknown number: give --steps" in result.out

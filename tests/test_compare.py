@@ -505,3 +505,24 @@ def test_every_field_of_a_step_is_needed(pair, verdict, field):
     invalid(
         verdict, "rank-2.pt", "step 2 lacks one of output, loss, local_loss, gradients, parameters, deltas"
     )
+
+
+def test_initial_parameters_have_the_names_of_all_parameters(pair, verdict):
+    for change in (
+        lambda content: content["records"][0]["initial"].pop("2.bias"),
+        lambda content: content["records"][0].pop("initial"),
+    ):
+        edit(pair[1], 2, change)
+        invalid(
+            verdict, "rank-2.pt", "step 1: the parameters must have the names of step 1's initial parameters"
+        )
+        shutil.copy(pair[0] / "rank-2.pt", pair[1])
+
+
+def test_options_that_have_no_default(compare, pair):
+    for option in ("--actual-dir", "--world-size"):
+        arguments = {"--actual-dir": pair[1], "--world-size": RANKS, "--reference-dir": pair[0]}
+        del arguments[option]
+        done = compare(*(word for pair in arguments.items() for word in pair))
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert f"the following arguments are required: {option}" in done.err

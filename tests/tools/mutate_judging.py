@@ -144,17 +144,20 @@ def start_tests(tree: Path, names: tuple[str, ...], output: Path) -> int:
     process = os.fork()
     if process:
         return process
-    os.setsid()  # so that what it starts ends with it
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.chdir(tree)
-    import pytest
+    status = 1
+    try:
+        os.setsid()  # so that what it starts ends with it
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(tree)
+        import pytest
 
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--basetemp", f"{tree}.tmp"]
-    status = pytest.main(options + [f"tests/{name}.py" for name in names])
-    sys.stdout.flush()
-    os._exit(status)
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--basetemp", f"{tree}.tmp"]
+        status = pytest.main(options + [f"tests/{name}.py" for name in names])
+        sys.stdout.flush()
+    finally:
+        os._exit(status)  # whatever the mutant raised
 
 
 def wait(running: dict[int, float]) -> tuple[int, int | None]:
