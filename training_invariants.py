@@ -219,22 +219,23 @@ class InvariantChecks:
                 self._fail(step, OUTPUT, rank, "outputs", message)
 
     def _check_losses(self, step: int) -> None:
+        of_ranks = [(replica, *losses[step - 1]) for replica, losses in self.losses]
         own = defaultdict(list)  # by replica
-        for replica, losses in self.losses:
-            if losses[step - 1][1] is not None:
-                own[replica].append(losses[step - 1][1])
-        if not own:
-            return
+        for rank, (replica, _, own_loss) in enumerate(of_ranks):
+            if own_loss is None:
+                continue
+            own[replica].append(own_loss)
+            if not isfinite(own_loss):
+                self._fail(step, LOSS, rank, "finite", f": the rank's own loss is {own_loss}")
+        if len(own) < len(self._first_ranks):
+            return  # a replica returned no loss, and the mean over all is not known
         mean = sum(sum(values) / len(values) for values in own.values()) / len(own)
         allowed = NORM_EPS * max(self._unit, torch.finfo(torch.float32).eps) * abs(mean)
-        for rank, (_, losses) in enumerate(self.losses):
-            loss, own_loss = losses[step - 1]
+        for rank, (_, loss, own_loss) in enumerate(of_ranks):
             if loss is None or own_loss is None:
                 continue
             self.checked["loss"] += 1
-            if not isfinite(own_loss):
-                self._fail(step, LOSS, rank, "finite", f": the rank's own loss is {own_loss}")
-            elif isfinite(loss) and isfinite(mean) and not abs(loss - mean) <= allowed:
+            if all(map(isfinite, (own_loss, loss, mean))) and not abs(loss - mean) <= allowed:
                 means = f"the mean of the {len(own)} replicas' own losses is {mean:.9g}"
                 self._fail(step, LOSS, rank, "loss", f": it is {loss:.9g}, {means}")
 

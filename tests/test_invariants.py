@@ -257,3 +257,46 @@ def test_names_for_output_files_are_checked_before_anything_is_removed(runs, che
         assert status == 2
         assert err.startswith("error: ") and err.count("\n") == 1 and words in err
     assert (tmp_path / "rank-0.pt").exists()
+
+
+def nothing_returned(content):
+    for item in content["records"]:
+        item.update(output=None, loss=None, local_loss=None)
+
+
+def test_runs_without_outputs_and_losses_are_compared_by_the_rest(copy, check):
+    one = copy("ddp")
+    edit_all(one, nothing_returned)
+    two = copy_run(one, one.parent / "again")
+    status, out, err = check(two, "--reference-dir", one, "--json", one.parent / "c.json")
+    assert (status, err) == (0, "")
+    assert out.count("none") == 2 * STEPS  # in the table of losses
+    assert "invariants of the actual run: 5 of 5 hold; nothing to check for outputs, loss" in out
+    found = json.loads((one.parent / "c.json").read_text())
+    assert [row["kind"] for row in found["kinds"]] == ["gradients", "parameters", "deltas"]
+    assert found["losses"][0] == {"step": 1, "actual": None, "reference": None}
+    edit(two, 2, gradient(1, "2.bias", lambda g: g + 1))
+    status, out, _ = check(two, "--reference-dir", one)
+    assert status == 1 and "rank 2, step 2, gradients 2.bias" in out
+
+
+def test_outputs_and_losses_of_one_run_only_are_a_mismatch(runs, copy, check):
+    directory = copy("ddp")
+    edit_all(directory, nothing_returned)
+    edit(directory, 0, lambda content: content["metadata"].update(saved_at=1.0))
+    status, out, _ = check(directory, "--reference-dir", runs("ddp").directory)
+    assert status == 1
+    assert "outputs output: there is none in the actual run: the script returned none" in out
+
+
+def test_a_rank_may_return_nothing(copy, check):
+    # As the stages of a pipeline that do not compute the loss. Then its mean is not known here.
+    directory = copy("ddp")
+    edit(directory, 1, nothing_returned)
+    status, out, _ = check(directory)
+    assert status == 0, out
+    assert "6 of 6 hold; nothing to check for loss" in out
+    edit(directory, 2, own_loss(float("nan")))
+    status, out, _ = check(directory)
+    assert status == 1
+    assert "rank 2, step 1, losses global loss: the rank's own loss is nan" in out
