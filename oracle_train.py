@@ -112,7 +112,7 @@ def main() -> None:
         "--model", choices=("eager", "simplefsdp"), required=True, help="with or without biases"
     )
     add_job_arguments(parser)
-    parser.set_defaults(device="cpu", backend=None)  # recorded, and no options here
+    parser.set_defaults(device="cpu", backend=None)  # save_results records them; here they are no options
     args = parser.parse_args()
     prepare_output_dir(args.output_dir)
     records = train_oracle(args.model, args.seed, args.steps)

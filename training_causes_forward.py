@@ -108,8 +108,8 @@ def bias_added_again(evidence: Evidence) -> str | None:
         actual, reference = pair
         times = factor(actual - reference, bias.expand_as(reference))
         if abs(times) > SAME_FACTOR and evidence.explained(actual, reference + times * bias, reference):
-            whole = abs(times - round(times)) <= 0.01 and times > -1.5
-            how = f"it is added {times + 1:.0f} times" if whole else "it is scaled"
+            is_count = abs(times - round(times)) <= 0.01 and times > -1.5
+            how = f"it is added {times + 1:.0f} times" if is_count else "it is scaled"
             return f"the outputs differ from the reference by {times:.2f} times {name}, in every row: {how}"
     return None
 
