@@ -166,7 +166,7 @@ def earlier_gradient(evidence: Evidence) -> str | None:
 
 
 def few_ranks(evidence: Evidence) -> str | None:
-    """Most ranks have the right gradients. A mistake in the plan, which all ranks share, would show on all."""
+    """Most ranks have the right gradients. A mistake in the plan would show on all of them."""
     pair, right = evidence.pair(), len(evidence.metadata) - len(evidence.ranks)
     if pair is None or right <= len(evidence.ranks):
         return None
