@@ -361,3 +361,17 @@ def test_progress_is_shown_on_a_terminal_only(three, compare_three, monkeypatch)
     shown = compare_three().err.split("\r")
     assert [text.strip() for text in shown if text.strip()] == [f"comparing rank {i} of 4" for i in range(4)]
     assert shown[-2].isspace()
+
+
+def test_the_oracle_beside_a_reference_may_be_of_another_type(three, compare_three):
+    def widen(content):
+        for record in content["records"]:
+            record["output"] = record["output"].double()
+            for kind in ("gradients", "parameters", "deltas", "initial"):
+                record[kind] = {name: value.double() for name, value in record.get(kind, {}).items()}
+
+    edit(three[2], 0, widen)
+    done = compare_three()
+    assert done.status == 0
+    rows = [line.split() for line in done.out.partition("\nagainst the oracle")[2].splitlines()[1:6]]
+    assert [row[1:5] for row in rows] == [["0", "eps", "0", "eps"]] * 5
