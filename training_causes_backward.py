@@ -121,9 +121,11 @@ def equal_groups(gradients: list[torch.Tensor]) -> list[list[int]]:
 
 
 def one_group_a_replica(evidence: Evidence, groups: list[list[int]]) -> bool:
-    """Say whether there are as many groups as replicas, each as large as a replica."""
-    job = evidence.metadata[0]
-    return len(groups) == job["dp_degree"] and all(len(group) == job["tp_degree"] for group in groups)
+    """Say whether the groups are the data-parallel replicas."""
+    replicas: dict[int, list[int]] = {}
+    for rank, metadata in enumerate(evidence.metadata):
+        replicas.setdefault(metadata["dp_rank"], []).append(rank)
+    return sorted(groups) == sorted(replicas.values())
 
 
 def groups_in_words(evidence: Evidence, groups: list[list[int]]) -> str:

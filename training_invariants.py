@@ -116,7 +116,7 @@ class InvariantChecks:
         if tensor is first:
             if place in self._not_finite:
                 self._fail(step, key, rank, "finite", self._not_finite[place])
-        elif not self._check_values(place, rank, tensor) and key != LOSS:
+        elif not self._check_values(place, rank, tensor) and key != LOSS and place not in self._not_finite:
             self._check_agreement(step, key, rank, tensor, first)
 
     def _check_values(self, place: Place, rank: int, tensor: torch.Tensor) -> str:

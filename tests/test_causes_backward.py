@@ -392,3 +392,10 @@ def test_memory_that_was_changed(made_cause, changed, sentence):
     # Without a reference, what is alike on every rank shows in the delta, not in the parameter.
     alone = made_cause(change, against=None, **made)
     assert alone == sentence.replace("on rank 1", "on every rank")
+
+
+def test_groups_across_replicas_are_no_replicas(made_cause):
+    # As many groups as replicas, and as large: only who is in them tells.
+    cause = made_cause(gradient(lambda r, about: r + (1 if about["tp_rank"] else -1) * other(r, 0.5)))
+    assert "agree only within the groups of ranks {0, 2} {1, 3}" in cause
+    assert cause.endswith(": reduced over the wrong group")

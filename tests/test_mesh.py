@@ -208,3 +208,9 @@ def test_an_old_result_does_not_outlive_a_comparison_that_broke_off(compare, tmp
     (actual / "rank-2.pt").write_bytes(b"")
     assert compare(*options[2:]).status == 2
     assert not path.exists()
+
+
+def test_the_rank_with_nan_is_named_and_not_the_others_of_its_replica(check):
+    done = check(output(lambda values: values * torch.nan), 2)
+    assert done.status == 1
+    assert "First in causal order: rank 2, step 1, outputs output[0, 0]: it is nan" in done.out
