@@ -22,7 +22,6 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.tensor import DTensor, Shard
 
 # Edit these defaults, or use the options of the training scripts.
 DEVICE_TYPE = "neuron"  # cpu, neuron or cuda
@@ -75,9 +74,17 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return batch, batch.cos()
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a DTensor."""
+    # Imported here because the comparison imports this file: it needs no DTensor, which takes 0.6 s.
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def full_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CPU copy of the whole tensor; the shards of a DTensor are all-gathered."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu().clone()
 
@@ -109,7 +116,9 @@ def full_cpu_list(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _is_sharded_evenly_over_all_ranks(tensor: torch.Tensor) -> bool:
     # Replicated dimensions are left to full_tensor(), which gives each rank the values of its own replica.
     # If all ranks recorded one replica's values, nobody would see that another replica differs.
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() != dist.get_world_size():
+    from torch.distributed.tensor import Shard
+
+    if not is_dtensor(tensor) or tensor.device_mesh.size() != dist.get_world_size():
         return False
     if any(type(placement) is not Shard for placement in tensor.placements):
         return False
@@ -119,7 +128,7 @@ def _is_sharded_evenly_over_all_ranks(tensor: torch.Tensor) -> bool:
     return all(size % count == 0 for size, count in zip(tensor.shape, parts, strict=True))
 
 
-def _assemble(tensor: DTensor, columns: torch.Tensor) -> torch.Tensor:
+def _assemble(tensor: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     # One block per rank, laid out as (mesh dimensions..., local tensor dimensions...). Each mesh dimension
     # moves in front of the tensor dimension that it shards. The final reshape merges the two.
     mesh = tensor.device_mesh
@@ -464,7 +473,7 @@ def check_divides(name: str, size: int, parts: int, what: str) -> None:
 
 def check_local_shape(name: str, parameter: torch.Tensor, expected: tuple[int, ...]) -> None:
     """Raise RuntimeError unless parameter is a DTensor whose local shard has the expected shape."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         raise RuntimeError(f"{name} is a {type(parameter).__name__}, expected a DTensor: not sharded")
     actual = tuple(parameter.to_local().shape)
     if actual != expected:
