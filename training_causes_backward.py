@@ -138,30 +138,32 @@ def groups_in_words(evidence: Evidence, groups: list[list[int]]) -> str:
 
 def accumulated(evidence: Evidence) -> str | None:
     """Gradients of the step before were not cleared."""
-    pair, earlier = evidence.pair(), evidence.actual_tensor(step=evidence.step - 1)
-    if pair is None or earlier is None:
-        return None
-    actual, reference = pair
-    rest = evidence.unexplained(actual, reference + earlier, reference)
-    if rest > MAX_UNEXPLAINED:
-        return None
-    return (
+    remainder = remainder_of_step_before(evidence, added=True)
+    return remainder and (
         f"gradients of step {evidence.step} are the reference plus those of step "
-        f"{evidence.step - 1}{remainder_in_words(rest)}: they were not cleared by zero_grad"
+        f"{evidence.step - 1}{remainder}: they were not cleared by zero_grad"
     )
 
 
 def earlier_gradient(evidence: Evidence) -> str | None:
     """The gradients are those of the step before."""
+    remainder = remainder_of_step_before(evidence, added=False)
+    return remainder and (
+        f"gradients of step {evidence.step} are those of step {evidence.step - 1}{remainder}: stale"
+    )
+
+
+def remainder_of_step_before(evidence: Evidence, added: bool) -> str | None:
+    """Return in words how well the gradients of the step before explain these; None if they do not.
+
+    added: together with the reference, as if they were added to it.
+    """
     pair, earlier = evidence.pair(), evidence.actual_tensor(step=evidence.step - 1)
     if pair is None or earlier is None:
         return None
     actual, reference = pair
-    rest = evidence.unexplained(actual, earlier, reference)
-    if rest > MAX_UNEXPLAINED:
-        return None
-    earlier_step = f"step {evidence.step - 1}{remainder_in_words(rest)}"
-    return f"gradients of step {evidence.step} are those of {earlier_step}: stale"
+    rest = evidence.unexplained(actual, reference + earlier if added else earlier, reference)
+    return remainder_in_words(rest) if rest <= MAX_UNEXPLAINED else None
 
 
 # ---------------------------------------------------------------- gradients: elements

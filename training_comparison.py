@@ -65,13 +65,14 @@ class Comparison:
             worst = 0.0
             for key in reference[step] | actual[step]:
                 pair = actual[step].get(key), reference[step].get(key)
-                known = self._known.get(place_of(step, key, replica))
+                place = place_of(step, key, replica)
+                known = self._known.get(place)
                 if known and pair[0] is known[0] and pair[1] is known[1]:
                     result = known[2]
                 else:
                     on_top = allowance_of(key, reference[step], reference[0], slack, unit, pair)
                     result = self._compare(key, *pair, unit, on_top)
-                    self._known.setdefault(place_of(step, key, replica), (*pair, result))
+                    self._known.setdefault(place, (*pair, result))
                 self.results[key].append((rank, step, result))
                 worst = max(worst, result.score)
                 if not result.passed:
