@@ -30,7 +30,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig  # noqa: E402
@@ -41,7 +40,7 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 
 from titan.deepseek_v3 import simple_fsdp_deepseek_v3_debugmodel_tp2  # noqa: E402
 from titan.llama3 import simple_fsdp_llama3_debugmodel  # noqa: E402
-from training_common import make_parser, write_then_rename  # noqa: E402
+from training_common import full_cpu, make_parser, write_then_rename  # noqa: E402
 
 RECIPES = {"llama3": simple_fsdp_llama3_debugmodel, "deepseek_v3": simple_fsdp_deepseek_v3_debugmodel_tp2}
 FSDP2 = {"llama3": parallelize_llama, "deepseek_v3": parallelize_deepseekv3}
@@ -118,13 +117,6 @@ class Rows:
             yield {name: value[self.rows] for name, value in inputs.items()}, labels[self.rows]
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the whole tensor on the CPU. A collective, if the tensor is sharded."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.detach().cpu().clone()
-
-
 def plain(name: str) -> str:
     """Return a parameter's or buffer's name without what activation checkpointing puts into it."""
     return name.replace("_checkpoint_wrapped_module.", "")
@@ -136,7 +128,7 @@ def tokens_per_expert(trainer: GraphTrainer) -> dict[str, torch.Tensor]:
     mesh = trainer.parallel_dims.get_optional_mesh("loss")
     for name, buffer in trainer.model_parts[0].named_buffers():
         if name.endswith("tokens_per_expert_E"):
-            count = full(buffer)
+            count = full_cpu(buffer)
             if mesh is not None:
                 dist.all_reduce(count, group=mesh.get_group())
             counts[plain(name)] = count
@@ -156,7 +148,7 @@ def record_steps(trainer: GraphTrainer) -> list[dict]:
     def record_and_clip(parameters, *args, **kwargs):
         gradients = {}
         for name, parameter in trainer.model_parts[0].named_parameters():
-            gradients[plain(name)] = None if parameter.grad is None else full(parameter.grad)
+            gradients[plain(name)] = None if parameter.grad is None else full_cpu(parameter.grad)
         steps.append({"gradients": gradients, "tokens_per_expert": tokens_per_expert(trainer)})
         return clip(parameters, *args, **kwargs)
 
