@@ -137,7 +137,19 @@ def test_no_time_stamps_speed_is_used(check):
     lines = [line.replace("tps: 1,174", "tps: 12") if "step:  1 " in line else line for line in lines]
     result = check(lines)
     assert result.status == 0, result.out
-    assert "s a token, by the logged speed" in result.out
+    assert "first 0.0833, then 0.000852 s a token, by the logged speed" in result.out
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "said"),
+    [
+        (0.5, 0.2, "first 0.5, then 0.2 s, by time stamps"),
+        (0.5, 0.0, "first 0.5, then 0 s, by time stamps"),
+        (0.0, 0.2, "first 0.000852, then 0.000852 s a token, by the logged speed"),
+    ],
+)
+def test_steps_of_less_than_a_second(check, first, later, said):
+    assert said in check(titan_log(first=first, later=later)).out
 
 
 def test_resumed_run(check):
@@ -359,9 +371,11 @@ def test_neuron_monitor(check, tmp_path):
         counters = {"neuroncore_counters": {"neuroncores_in_use": cores}}
         return json.dumps({"neuron_runtime_data": [{"pid": 1, "report": counters}]})
 
-    record = tmp_path / "monitor.json"
-    record.write_text(report(90.0, 0) + "\n" + report(0, 3.5) + "\n" + report(1, 1)[:40])
+    record = tmp_path / "run.log.neuron-monitor"  # where it is looked for without the option
+    record.write_text(report(90.0, 0) + "\n" + report(0, 0.5) + "\n" + report(1, 1)[:40])
     assert "2 cores, in 2 reports" in check(titan_log(), "--neuron-monitor", record).out
+    record.write_text(report(0, 0.5))
+    assert "ok   NeuronCores in use     1 cores, in 1 reports" in check(titan_log()).out
     record.write_text(report(0, 0) + "\n")
     result = check(titan_log(), "--neuron-monitor", record)
     assert (result.status, result.failed) == (1, {"NeuronCores in use"})
@@ -416,10 +430,12 @@ def test_second_run_without_start_lines(check):
 
 
 def test_clock_that_was_set_back_tells_no_time(check):
-    lines = [line.replace("tps: 1,174  ", "") for line in titan_log(later=-1.5)]
-    result = check(lines)
-    assert (result.status, result.failed) == (0, set())
-    assert "--   second step is faster" in result.out
+    for without_speed in ("step:", "step:  1 ", "step:  2 "):
+        lines = titan_log(later=-1.5)
+        lines = [line.replace("tps: 1,174  ", "") if without_speed in line else line for line in lines]
+        result = check(lines)
+        assert (result.status, result.failed) == (0, set())
+        assert "--   second step is faster" in result.out
 
 
 @pytest.mark.parametrize(("later", "faster"), [(14.9, True), (15.1, False)])

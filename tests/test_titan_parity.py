@@ -1,5 +1,6 @@
 """titan/parity.py on records made here: what is compared, what is refused, and by which tolerance."""
 
+import argparse
 import copy
 import sys
 
@@ -59,10 +60,11 @@ def put(value, step=1, name="w1"):
     return change
 
 
-def test_equal_runs_pass(compare):
-    result = compare(lambda run: None)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_equal_runs_pass(compare, steps):
+    result = compare(lambda run: None, record(steps))
     assert (result.status, result.err) == (0, "")
-    assert result.out.endswith("steps=2, gradients bitwise equal\n")
+    assert result.out.endswith(f"steps={steps}, gradients bitwise equal\n")
 
 
 def test_table_has_every_parameter_and_step(compare):
@@ -250,8 +252,11 @@ def test_files_that_are_no_records(call, tmp_path):
         assert result.err.count("\n") == 1
 
 
-def test_steps_are_checked(call):
-    assert call(parity.main, "--steps", "0").status == 2
+@pytest.mark.parametrize("steps", [0, -1])
+def test_steps_are_checked_before_training(call, monkeypatch, steps):
+    monkeypatch.setattr(parity, "train", lambda *_: pytest.fail("it trains"))
+    result = call(parity.main, "--steps", steps)
+    assert (result.status, result.err) == (2, f"error: --steps is {steps}; train at least one step\n")
 
 
 def test_wrong_options_are_refused_in_one_line(call):
@@ -262,6 +267,15 @@ def test_wrong_options_are_refused_in_one_line(call):
 
 
 # ---------------------------------------------------------------- the tolerances, from both sides
+
+
+@pytest.mark.parametrize(("rest", "named"), [(0.012, True), (0.013, False)])
+def test_a_factor_is_named_if_it_is_four_times_what_it_leaves(compare, rest, named):
+    def change(run):
+        scale(1.05)(run)
+        perturb(rest)(run)
+
+    assert (": 1.05x the reference, but for 0.01" in compare(change).out) == named
 
 
 @pytest.mark.parametrize(("eps", "status"), [(15, 0), (17, 1)])
@@ -367,13 +381,16 @@ def test_the_table_has_losses_norms_errors_and_tokens(compare):
     ]
 
 
-def test_at_most_ten_mismatches_are_printed(compare):
-    reference = record(steps=4)
-    changes = [scale(2.0, step, name) for step in range(4) for name in ("w1", "w2", "norm")]
-    done = compare(lambda run: [change(run) for change in changes], reference)
-    printed = [line for line in done.out.splitlines() if line.startswith("  step")]
-    assert len(printed) == 10 and "  and 6 more" in done.out.splitlines()
-    assert done.out.splitlines()[-1].endswith(": 16 mismatches")
+@pytest.mark.parametrize("wrong", [10, 11, 14])
+def test_at_most_ten_mismatches_are_printed(compare, wrong):
+    def change(run):
+        for step in run["records"][:wrong]:
+            step["loss"] = 9.0
+
+    *lines, last = compare(change, record(steps=14)).out.splitlines()
+    assert len([line for line in lines if line.startswith("  step")]) == 10
+    assert [line for line in lines if line.startswith("  and")] == [f"  and {wrong - 10} more"] * (wrong > 10)
+    assert last.endswith(f": {wrong} mismatches")
 
 
 def test_without_records_each_family_is_trained_and_compared(call, tmp_path, monkeypatch):
@@ -406,5 +423,25 @@ def test_without_records_each_family_is_trained_and_compared(call, tmp_path, mon
         broken[:] = [run]
         assert call(parity.main).status == 1
     broken[:], trained[:] = [], []
-    assert call(parity.main, "--family", "llama3", "--steps", 5, "--seed", 7).status == 0
-    assert trained == [("llama3", 5, 7)]
+    assert call(parity.main, "--family", "llama3", "--steps", 1, "--seed", 7).status == 0
+    assert trained == [("llama3", 1, 7)]
+
+
+def test_the_four_runs_that_are_made(tmp_path, monkeypatch):
+    launched = {}
+
+    def launch(ranks, options, log):
+        option = dict(zip(options[::2], options[1::2], strict=True))
+        launched[option["--output"].stem] = (ranks, option["--plan"], option.get("--tp"))
+
+    monkeypatch.setattr(parity, "launch", launch)
+    job = argparse.Namespace(results=tmp_path, seed=42, steps=3, assets=tmp_path)
+    assert parity.train("llama3", job) == tmp_path / "llama3"
+    assert launched == {
+        "seed": (1, "seed", None),
+        "one-rank": (1, "fsdp2", 1),
+        "fsdp2-tp2": (4, "fsdp2", 2),
+        "simplefsdp-tp2": (4, "simple_fsdp", 2),
+        "simplefsdp-fsdp4": (4, "simple_fsdp", 1),
+    }
+    assert parity.train("llama3", job)  # its own folder is cleared
