@@ -247,6 +247,27 @@ def test_gradients_reduced_over_the_wrong_group(made_cause, against, sentence):
     assert made_cause(change, against=against, dp=4, tp=1) == sentence
 
 
+@pytest.mark.parametrize(("rest", "named"), [(1e-3, True), (1.9e-3, False)])
+def test_shards_are_equal_but_for_a_thousandth_of_the_difference(made_cause, rest, named):
+    # Two shards exchanged are off by sqrt(2) times the tensor: 1.4e-3 of it may be left.
+    cause = made_cause(gradient(near(rest, chunks((1, 0))), "weight"))
+    assert ("is another's, in the order [1, 0]" in cause) == named
+    assert (cause == NOT_KNOWN) != named
+
+
+@pytest.mark.parametrize(("rest", "named"), [(3, True), (6, False)])
+def test_shards_are_equal_but_for_rounding(made_cause, rest, named):
+    # Shards that differ little: a thousandth of that is less than rounding, which is 4 eps.
+    def alike(step):
+        half = noise(12, 4, seed=step)
+        return {"weight": torch.cat([half, half + 1e-4 * noise(12, 4, seed=40)])}
+
+    change = gradient(near(rest * 2.0**-23, chunks((1, 0))), "weight")
+    cause = made_cause(change, parameters={"weight": noise(24, 4, seed=9)}, gradients=alike)
+    assert ("is another's, in the order [1, 0]" in cause) == named
+    assert (cause == NOT_KNOWN) != named
+
+
 def square(step):
     return {"weight": noise(8, 8, seed=step)}
 
@@ -361,6 +382,17 @@ def test_cause_of_an_update_of_another_optimizer(made_cause, change, sentence):
     assert made_cause(change, steps=3, optimizer="AdamW") == sentence
 
 
+@pytest.mark.parametrize(("against", "named"), [("run", True), (None, False)])
+def test_parameters_that_were_exact_in_bfloat16_before(made_cause, against, named):
+    # Alone, the run is no evidence of rounding: its parameters are as exact as they were.
+    change = follow(lambda g, p, last, stale: (p - 0.01 * g).bfloat16().float() - p)
+    made = {"parameters": {"weight": noise(24, 4, seed=1).bfloat16().float()}}
+    made["gradients"] = lambda step: {"weight": noise(24, 4, seed=step)}
+    cause = made_cause(change, against=against, **made)
+    assert cause.startswith("parameters weight: all 96 values are exact in bfloat16") == named
+    assert (cause == NOT_KNOWN) != named
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
@@ -378,20 +410,35 @@ def test_cause_of_an_update_of_another_optimizer(made_cause, change, sentence):
     ],
 )
 def test_memory_that_was_changed(made_cause, changed, sentence):
-    def change(content):
-        values = content["records"][1]["parameters"]["weight"], content["records"][1]["deltas"]["weight"]
-        for value in values:
-            value.view(-1)[7 : 7 + changed] += 0.5
-        for record in content["records"][2:]:
-            record["parameters"]["weight"].view(-1)[7 : 7 + changed] += 0.5
-
-    parameters = {"weight": noise(64, 64, seed=9)}
-    gradients = lambda step: {"weight": noise(64, 64, seed=step)}  # noqa: E731
-    made = {"parameters": parameters, "gradients": gradients, "steps": 3}
-    assert made_cause(change, (1,), **made) == sentence
+    made = big_run(64, 64)
+    assert made_cause(add_from_step_2(changed), (1,), **made) == sentence
     # Without a reference, what is alike on every rank shows in the delta, not in the parameter.
-    alone = made_cause(change, against=None, **made)
+    alone = made_cause(add_from_step_2(changed), against=None, **made)
     assert alone == sentence.replace("on rank 1", "on every rank")
+
+
+@pytest.mark.parametrize(("elements", "named"), [(4004, True), (4000, False)])
+def test_memory_was_changed_in_less_than_a_thousandth(made_cause, elements, named):
+    cause = made_cause(add_from_step_2(4), (1,), **big_run(elements))
+    assert cause.startswith(f"4 of {elements} elements of weight") == named
+    assert (cause == NOT_KNOWN) != named
+
+
+def big_run(*shape):
+    """Return what made_cause takes for three steps of one parameter of a shape."""
+    gradients = lambda step: {"weight": noise(*shape, seed=step)}  # noqa: E731
+    return {"parameters": {"weight": noise(*shape, seed=9)}, "gradients": gradients, "steps": 3}
+
+
+def add_from_step_2(count):
+    """Add 0.5 to so many elements of the parameter, which it then keeps."""
+
+    def change(content):
+        for record in content["records"][1:]:
+            record["parameters"]["weight"].view(-1)[7 : 7 + count] += 0.5
+        content["records"][1]["deltas"]["weight"].view(-1)[7 : 7 + count] += 0.5
+
+    return change
 
 
 def test_groups_across_replicas_are_no_replicas(made_cause):

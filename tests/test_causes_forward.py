@@ -353,6 +353,31 @@ def test_zeros_are_no_values_that_are_exact_in_bfloat16(made_cause):
     )
 
 
+@pytest.mark.parametrize(("columns", "named"), [(3, False), (4, True)])
+def test_fewer_than_16_values_are_too_few_to_be_exact_by_design(made_cause, columns, named):
+    def outputs(step):
+        return torch.cat([some_outputs(step)[:, :columns], torch.zeros(8, 24 - columns)], 1)
+
+    cause = made_cause(output(lambda o: o.bfloat16().float()), outputs=outputs)
+    assert cause.startswith("outputs output: all 16 values are exact in bfloat16") == named
+    assert (cause == NOT_KNOWN) != named
+
+
+@pytest.mark.parametrize(("columns", "named"), [(11, True), (12, False)])
+def test_values_are_as_exact_as_the_reference_if_half_of_its_are(made_cause, columns, named):
+    def outputs(step):
+        exact, rest = some_outputs(step).split([columns, 24 - columns], 1)
+        return torch.cat([exact.bfloat16().float(), rest], 1)
+
+    cause = made_cause(output(lambda o: o.bfloat16().float()), outputs=outputs)
+    assert ("of the reference's 45.8%: computed or reduced in bfloat16" in cause) == named
+    assert (cause == NOT_KNOWN) != named
+
+
+def test_negative_values_count_too(made_cause):
+    assert made_cause(output(lambda o: torch.where(o > 0, o.bfloat16().float(), o))) == NOT_KNOWN
+
+
 @pytest.mark.parametrize(("factor", "known"), [(2.01, True), (2.06, False)])
 def test_a_factor_of_a_bfloat16_model_is_as_exact_as_its_type(made_cause, factor, known):
     made = {

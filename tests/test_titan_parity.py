@@ -1,8 +1,8 @@
 """titan/parity.py on records made here: what is compared, what is refused, and by which tolerance."""
 
-import argparse
 import copy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +122,13 @@ def test_the_same_fault_in_both_runs_is_no_pass(compare, change, said):
     result = compare(lambda run: None, reference)
     assert result.status == 1
     assert said in result.out
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (16, 2)])
+def test_of_another_shape_no_factor_is_named(compare, shape):
+    result = compare(lambda run: run["records"][1]["gradients"].update(w1=torch.ones(shape)))
+    assert "step 2: gradient of w1 is off by inf" in result.out
+    assert "x the reference" not in result.out
 
 
 def move(tokens):
@@ -381,6 +388,14 @@ def test_the_table_has_losses_norms_errors_and_tokens(compare):
     ]
 
 
+def test_the_longest_name_sets_the_width_of_the_table(compare):
+    reference = record()
+    for step in reference["records"]:
+        step["gradients"]["layers.0.attention.wq.weight"] = step["gradients"].pop("w1")
+    rows = compare(lambda run: None, reference).out.splitlines()[1:-1]
+    assert len({len(row) for row in rows if not row.endswith(":")}) == 1
+
+
 @pytest.mark.parametrize("wrong", [10, 11, 14])
 def test_at_most_ten_mismatches_are_printed(compare, wrong):
     def change(run):
@@ -427,16 +442,19 @@ def test_without_records_each_family_is_trained_and_compared(call, tmp_path, mon
     assert trained == [("llama3", 1, 7)]
 
 
-def test_the_four_runs_that_are_made(tmp_path, monkeypatch):
+def test_the_four_runs_that_are_made(call, tmp_path, monkeypatch):
     launched = {}
 
     def launch(ranks, options, log):
         option = dict(zip(options[::2], options[1::2], strict=True))
+        assert (option["--family"], option["--seed"], option["--steps"]) == ("llama3", 42, 3)
+        assert option["--assets"] == Path(".titan")
         launched[option["--output"].stem] = (ranks, option["--plan"], option.get("--tp"))
+        torch.save(record(), option["--output"])
 
     monkeypatch.setattr(parity, "launch", launch)
-    job = argparse.Namespace(results=tmp_path, seed=42, steps=3, assets=tmp_path)
-    assert parity.train("llama3", job) == tmp_path / "llama3"
+    for _ in range(2):  # the second time, its own folder is cleared
+        assert call(parity.main, "--family", "llama3", "--results", tmp_path).status == 0
     assert launched == {
         "seed": (1, "seed", None),
         "one-rank": (1, "fsdp2", 1),
@@ -444,4 +462,3 @@ def test_the_four_runs_that_are_made(tmp_path, monkeypatch):
         "simplefsdp-tp2": (4, "simple_fsdp", 2),
         "simplefsdp-fsdp4": (4, "simple_fsdp", 1),
     }
-    assert parity.train("llama3", job)  # its own folder is cleared
