@@ -195,12 +195,8 @@ def shards(evidence: Evidence) -> str | None:
         shards_of_another_seed,
         shards_scaled,
     ]
-    for cut in cuts(evidence):
-        for hypothesis in hypotheses:
-            cause = hypothesis(cut)
-            if cause:
-                return cause
-    return None
+    causes = (hypothesis(cut) for cut in cuts(evidence) for hypothesis in hypotheses)
+    return next(filter(None, causes), None)
 
 
 class Cut(NamedTuple):

@@ -106,11 +106,8 @@ def find_cause(
     hypotheses = hypotheses_for(evidence)
     if not invariant:
         hypotheses = [general.rounding, *hypotheses]
-    for hypothesis in hypotheses:
-        cause = hypothesis(evidence)
-        if cause:
-            return cause
-    return None
+    causes = (hypothesis(evidence) for hypothesis in hypotheses)
+    return next(filter(None, causes), None)
 
 
 def hypotheses_for(evidence: Evidence) -> list[Callable[[Evidence], str | None]]:

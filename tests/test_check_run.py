@@ -175,6 +175,11 @@ def test_resumed_run(check):
         ({"losses": LOSSES[:6]}, {"all steps done"}, "6 of 10"),
         ({"finished": False}, {"all steps done"}, "no line says that training completed"),
         ({"losses": LOSSES[:1], "total": 1}, {"loss falls", "second step is faster"}, "two are needed"),
+        (
+            {"losses": LOSSES[:1], "total": 2},
+            {"loss falls", "second step is faster", "all steps done"},
+            "1 of 2",
+        ),
         ({"losses": [], "finished": False}, OK - {"no rank died"}, "no line with step and loss"),
         ({"losses": [*LOSSES, 6.7, 6.6]}, {"all steps done"}, "12 of 10"),
     ],
@@ -203,6 +208,11 @@ def test_dead_rank(check, line):
     assert result.status == 1
     assert result.failed == {"all steps done", "no rank died"}
     assert line.strip() in result.out
+
+
+def test_the_first_sign_of_a_death_is_shown(check):
+    deaths = ["[rank3]:ValueError: the cause", "[rank0]:RuntimeError: connection closed"]
+    assert "no rank died           [rank3]:ValueError: the cause\n" in check([*titan_log(), *deaths]).out
 
 
 def test_two_runs_in_one_log(check):
@@ -327,6 +337,10 @@ def test_numbers_that_are_none(check):
     assert check([*lines[:-1], "[titan] step: 11  loss:  6."]).out.count("10, 1 to 10")
     assert check(titan_log([1.7e308, 1.6e308, -1.7e308], total=3)).status in (0, 1)
     assert check([*lines, f"step: {'9' * 400} loss: 1 x"]).status == 0
+
+
+def test_a_step_in_capitals_is_enough_to_know_the_log(check):
+    assert "steps appear           1, 1 to 1" in check(["Step: 1 Loss: 8.1 tps: 7"]).out
 
 
 def test_odd_options(call, check):
