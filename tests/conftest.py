@@ -55,6 +55,12 @@ def launch(ranks: int, logs: Path, *script, **options) -> SimpleNamespace:
     return run(*command, "--log-dir", logs, "--redirects", "3", *script, **options)
 
 
+def run_alone(*script, **options) -> SimpleNamespace:
+    """Run a script as the only rank, without a launcher: torch is imported once."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return run(sys.executable, *script, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", **ranks, **options)
+
+
 def read_logs(folder: Path, stream: str = "stderr") -> str:
     """Return what all ranks wrote to a stream of theirs."""
     return "".join(path.read_text() for path in folder.rglob(f"{stream}.log"))

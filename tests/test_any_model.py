@@ -1,10 +1,11 @@
 """Any model's records: a bfloat16 language model with tied, frozen and normalised layers."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, cpu_options, launch
+from conftest import ROOT, cpu_options, launch, run_alone
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,8 @@ def trained(tmp_path_factory):
             folder = tmp_path_factory.mktemp("other")
             script = ROOT / "tests" / "tools" / "other_model.py"
             options = cpu_options(ranks, folder / "results")
-            done = launch(ranks, folder, script, *options, MISTAKE=mistake, PYTHONPATH=str(ROOT))
+            start = run_alone if ranks == 1 else partial(launch, ranks, folder)
+            done = start(script, *options, MISTAKE=mistake, PYTHONPATH=str(ROOT))
             logs = "".join(path.read_text() for path in folder.rglob("stderr.log"))
             assert done.status == 0, done.err + logs
             made[ranks, mistake] = folder / "results"

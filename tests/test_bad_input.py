@@ -1,6 +1,7 @@
 """Mistakes end in one line that says what is wrong and what to do, without a traceback or a hang."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +56,7 @@ def started(monkeypatch, tmp_path):
 
 
 CPU = ("--device", "cpu", "--backend", "gloo")
+LAUNCH_TWO = (sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=2")
 
 
 def test_valid_options_start(started, tmp_path):
@@ -322,6 +325,41 @@ def test_an_unknown_option_is_one_write(monkeypatch):
     )
 
 
+@pytest.fixture
+def launch_here(call, monkeypatch):
+    """Call launch.py's main in this process, for what it refuses before it starts a rank."""
+    monkeypatch.setattr(launch_script, "start_fork_server", lambda ranks: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return partial(call, launch_script.main, "--standalone")
+
+
+@pytest.fixture
+def rank_here(launch_here, monkeypatch, tmp_path):
+    """Launch a script whose only rank is this process, in place of the one that torchrun's agent starts.
+
+    This is for the many things that a script may raise. That the agent does its part, a test below sees.
+    """
+
+    def run_agent(args):
+        folder = Path(args.log_dir) / "job" / "attempt_0" / "0"
+        folder.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        with contextlib.ExitStack() as redirected:
+            if args.redirects == "3":
+                log = redirected.enter_context((folder / "stderr.log").open("w"))
+                redirected.enter_context(contextlib.redirect_stderr(log))
+            with pytest.raises(SystemExit) as stop:
+                launch_script.run_as_rank(*args.training_script_args[1:])
+        raise ChildFailedError(
+            "script", {0: ProcessFailure(0, 7, exitcode=stop.value.code, error_file=folder / "error.json")}
+        )
+
+    monkeypatch.setattr("torch.distributed.run.run", run_agent)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return launch_here
+
+
 def failed_launch(done):
     """Return the one line that a failed launch ends with."""
     assert done.status != 0
@@ -341,9 +379,8 @@ def test_launch_reports_the_first_failing_rank_its_error_and_log(tmp_path):
     assert log.startswith("error: HIDDEN_FEATURES = 256 does not divide") and log.count("\n") == 1
 
 
-def test_launch_without_logs_says_so(tmp_path):
-    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=2"]
-    done = run(*command, ROOT / "distributed_train.py", "--parallelism", "pp", *cpu_options(2, tmp_path))
+def test_launch_without_logs_says_so(rank_here, tmp_path):
+    done = rank_here(ROOT / "distributed_train.py", "--parallelism", "pp", *cpu_options(1, tmp_path))
     assert done.status == 2
     lines = done.err.splitlines()
     assert lines[-1].startswith("error: rank ") and "use --log-dir DIR --redirects 3" in lines[-1]
@@ -362,11 +399,18 @@ RAISES = {
 
 
 @pytest.mark.parametrize("kind", RAISES)
-def test_launch_shows_what_a_script_raises_once_and_quotes_it(tmp_path, kind):
+def test_launch_shows_what_a_script_raises_once_and_quotes_it(rank_here, tmp_path, kind):
+    see_what_is_raised(kind, tmp_path, rank_here)
+
+
+def test_torchruns_agent_passes_on_what_a_script_raises(tmp_path):
+    see_what_is_raised("raise", tmp_path, partial(run, *LAUNCH_TWO, TMPDIR=str(tmp_path)))
+
+
+def see_what_is_raised(kind, folder, launch_script):
     text, quoted = RAISES[kind]
-    (tmp_path / "fails.py").write_text(text + "\n")
-    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=2"]
-    done = run(*command, tmp_path / "fails.py", TMPDIR=str(tmp_path))
+    (folder / "fails.py").write_text(text + "\n")
+    done = launch_script(folder / "fails.py")
     assert (done.status, done.out) == (1, "")
     *shown, line = done.err.splitlines()
     assert re.fullmatch(
@@ -376,16 +420,18 @@ def test_launch_shows_what_a_script_raises_once_and_quotes_it(tmp_path, kind):
         assert shown == [quoted]
     else:
         # As Python shows it, and without the launcher's own frames.
-        python = run(sys.executable, tmp_path / "fails.py")
+        python = run(sys.executable, folder / "fails.py")
         assert shown == python.err.splitlines()
-    assert not list(tmp_path.glob("launch-*"))  # the temporary folder
+    assert not list(folder.glob("launch-*"))  # the temporary folder
 
 
 @pytest.mark.parametrize("kind", ["name", "exit"])
-def test_launch_with_logs_puts_what_a_script_raises_there_too(tmp_path, kind):
+def test_launch_with_logs_puts_what_a_script_raises_there_too(rank_here, tmp_path, kind):
     text, quoted = RAISES[kind]
-    (tmp_path / "fails.py").write_text(f"import warnings\nwarnings.warn('no error')\n{text}\n")
-    done = launch(2, tmp_path / "logs", tmp_path / "fails.py")
+    (tmp_path / "fails.py").write_text(
+        f"import sys\nsys.stderr.write('x: UserWarning: no error\\n')\n{text}\n"
+    )
+    done = rank_here("--log-dir", tmp_path / "logs", "--redirects", "3", tmp_path / "fails.py")
     *shown, line = done.err.splitlines()
     words, _, log = line.partition("; its log: ")
     assert re.fullmatch(rf"error: rank [01] failed first: {re.escape(quoted)}", words), done.err
@@ -402,12 +448,11 @@ def test_launch_of_many_ranks_shows_what_a_script_raises_once(tmp_path):
     assert re.search(r"error: rank \d+ failed first: ModuleNotFoundError: No module named 'no_s", done.err)
 
 
-def test_launch_shows_nothing_twice_that_a_rank_prints_itself(tmp_path):
+def test_launch_shows_nothing_twice_that_a_rank_prints_itself(rank_here, tmp_path):
     (tmp_path / "fails.py").write_text(
         "from training_common import run_script\ndef main():\n    raise OSError('mine')\nrun_script(main)\n"
     )
-    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=1"]
-    done = run(*command, tmp_path / "fails.py", PYTHONPATH=str(ROOT))
+    done = rank_here(tmp_path / "fails.py")
     assert done.status == 1 and done.err.count("OSError: mine\n") == 1
     assert done.err.splitlines()[-1].startswith("error: rank 0 failed first: exit status 1; its messages are")
 
@@ -417,8 +462,7 @@ def test_launch_of_a_script_that_ends_well_says_nothing(tmp_path):
     (tmp_path / "ends.py").write_text(
         "import sys\nfrom neighbour import words\nsys.exit(words != ['--as-rank', 'x'] or 0)\n"
     )
-    command = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=2"]
-    done = run(*command, tmp_path / "ends.py", "--as-rank", "x")
+    done = run(*LAUNCH_TWO, tmp_path / "ends.py", "--as-rank", "x")
     assert (done.status, done.out, done.err) == (0, "", "")
 
 
@@ -437,15 +481,6 @@ def test_simplefsdp_with_wrong_options(started, monkeypatch, capsys, tmp_path, r
         training_common.run_script(simplefsdp_tp_train.main)
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {words}")
-
-
-@pytest.fixture
-def launch_here(call, monkeypatch):
-    """Call launch.py's main in this process, for what it refuses before it starts a rank."""
-    monkeypatch.setattr(launch_script, "start_fork_server", lambda ranks: None)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return partial(call, launch_script.main, "--standalone")
 
 
 def test_more_ranks_than_a_fork_server_starts_still_run(tmp_path):

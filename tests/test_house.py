@@ -46,6 +46,11 @@ def test_a_command_imports_libraries_only(name):
     assert imported(name) and imported(name) <= set(ORDER)
 
 
+def test_nothing_is_left_to_assert():  # which python -O would skip
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("titan/*.py")):
+        assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text()))), path
+
+
 @pytest.mark.parametrize("name", TRAINING_SCRIPTS)
 def test_a_training_script_needs_training_common_only(name):
     assert imported(name) == {"training_common"}

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, copy_run, copy_scripts, edit_all, run
+from conftest import ROOT, copy_run, copy_scripts, edit_all, run, run_alone
 
 import compare_training
 import oracle_train
@@ -169,8 +169,12 @@ def copy_alone(script: str, *needed: str, to: Path) -> Path:
 
 def test_script_and_libraries_are_enough(tmp_path, runs, faulty):
     script = copy_alone("compare_training.py", *LIBRARIES, to=tmp_path / "compare")
-    arguments = ["--reference-dir", runs("ddp").directory, "--actual-dir", faulty, "--world-size", 4]
-    done = run(sys.executable, script, *arguments, "--json", tmp_path / "x.json", cwd=tmp_path)
+    arguments = ["--world-size", 4, "--reference-dir", runs("ddp").directory, "--actual-dir"]
+    equal = copy_run(runs("ddp").directory, tmp_path / "equal")
+    done = run(sys.executable, script, *arguments, equal, cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert "PASS comparison ranks=4 steps=3" in done.out
+    done = run(sys.executable, script, *arguments, faulty, "--json", tmp_path / "x.json", cwd=tmp_path)
     assert done.status == 1 and not done.err
     assert "summed over the 4 data-parallel replicas instead of averaged\n" in done.out
 
@@ -188,8 +192,7 @@ def test_script_and_libraries_are_enough(tmp_path, runs, faulty):
 def test_reference_train_needs_distributed_train(tmp_path):
     script = copy_alone("reference_train.py", "distributed_train.py", "training_common.py", to=tmp_path / "x")
     options = ["--parallelism", "tp", "--expected-world-size", 1, "--steps", 1, "--output-dir", "results"]
-    launcher = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=1"]
-    done = run(*launcher, script, *options, cwd=tmp_path)
+    done = run_alone(script, *options, cwd=tmp_path)
     assert done.status == 0, done.err
     assert (tmp_path / "results" / "rank-0.pt").exists()
 

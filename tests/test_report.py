@@ -3,7 +3,9 @@
 import copy
 import json
 import re
+import runpy
 import sys
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -278,16 +280,13 @@ def test_real_comparison(runs, compare, report, no_figures, tmp_path):
     assert "Every invariant holds on 4 ranks in 3 steps." in Page(output.read_text(encoding="utf-8")).text
 
 
-def test_missing_package(tmp_path):
+def test_missing_package(call, monkeypatch, tmp_path):
     path, output = tmp_path / "compare.json", tmp_path / "report.html"
     path.write_text(json.dumps(comparison()))
-    missing = tmp_path / "shadow"
-    missing.mkdir()
-    (missing / "jinja2.py").write_text('raise ModuleNotFoundError("no jinja2", name="jinja2")')
-    command = (sys.executable, ROOT / "report_training.py", path, "--output", output)
-    done = run(*command, PYTHONPATH=str(missing))
+    monkeypatch.setitem(sys.modules, "jinja2", None)  # as if it were not installed
+    script = partial(runpy.run_path, str(ROOT / "report_training.py"), run_name="__main__")
     wanted = "error: jinja2 is missing, the page needs it; pip install -r requirements-report.txt\n"
-    assert refusal(done) == wanted and not output.exists()
+    assert refusal(call(script, path, "--output", output)) == wanted and not output.exists()
 
 
 def test_missing_template(report, monkeypatch, tmp_path):
