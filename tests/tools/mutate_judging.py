@@ -110,6 +110,8 @@ def nodes(node: ast.AST) -> Iterator[tuple[ast.AST, str | None]]:
     """Yield the nodes that may be changed, a condition with its negation: no text, no type hint."""
     if isinstance(node, ast.JoinedStr | ast.stmt) and SKIPPED.match(ast.unparse(node)):
         return
+    if isinstance(node, ast.keyword) and node.arg in WORDS:
+        return
     yield node, None
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "type_params"):
