@@ -207,6 +207,15 @@ def test_cause_of_gradients(made_cause, change, sentence, ranks):
     assert made_cause(change, ranks) == sentence
 
 
+def test_a_gradient_that_the_reference_lacks_is_no_multiple_of_it(made_cause):
+    def change(content):
+        gradient(lambda g: g / 2, "bias")(content)
+        without("weight")(content)
+
+    sentence = f"gradients bias of every rank are 2.00x the reference: {SUMMED}"
+    assert made_cause(change, of="reference") == sentence
+
+
 def test_a_wrong_gradient_comes_before_a_later_one_that_is_missing(made_cause):
     def change(content):
         gradient(lambda g: 2 * g, "bias")(content)

@@ -50,7 +50,10 @@ START = [
         3,
     ),
     fault(start(lambda p, about: 2 * noise(24, 4, seed=50)), NOT_KNOWN),
+    fault(start(lambda p, about: 0.7 * noise(24, 4, seed=50)), NOT_KNOWN),
     fault(start(lambda p, about: p + 0.1 * noise(24, 4, seed=50)), NOT_KNOWN),
+    fault(start(lambda p, about: torch.cat([p[:4], noise(20, 4, seed=50)])), NOT_KNOWN),
+    fault(start(lambda p, about: noise(24, seed=50), "bias"), NOT_KNOWN),
     fault(
         start(lambda p, about: 0.5 * p), f"parameters weight of every rank are 0.50x the reference: {DIVIDED}"
     ),
