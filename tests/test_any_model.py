@@ -5,25 +5,22 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, cpu_options, launch, run_alone
+from conftest import ROOT, cpu_options, launch, read_logs, run_alone
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A function that trains tests/tools/other_model.py on some ranks, with a mistake or without."""
+    """A function that returns the run of tests/tools/other_model.py on some ranks, right or wrong."""
     made = {}
 
-    def train(ranks, mistake=""):
-        if (ranks, mistake) not in made:
-            folder = tmp_path_factory.mktemp("other")
-            script = ROOT / "tests" / "tools" / "other_model.py"
-            options = cpu_options(ranks, folder / "results")
-            start = run_alone if ranks == 1 else partial(launch, ranks, folder)
-            done = start(script, *options, MISTAKE=mistake, PYTHONPATH=str(ROOT))
-            logs = "".join(path.read_text() for path in folder.rglob("stderr.log"))
-            assert done.status == 0, done.err + logs
-            made[ranks, mistake] = folder / "results"
-        return made[ranks, mistake]
+    def train(ranks, mistake="none"):
+        if ranks not in made:
+            made[ranks] = tmp_path_factory.mktemp("other")
+            options = cpu_options(ranks, made[ranks] / "results")
+            start = run_alone if ranks == 1 else partial(launch, ranks, made[ranks])
+            done = start(ROOT / "tests" / "tools" / "other_model.py", *options, PYTHONPATH=str(ROOT))
+            assert done.status == 0, done.err + read_logs(made[ranks])
+        return made[ranks] / "results" / mistake
 
     return train
 

@@ -73,14 +73,18 @@ def test_a_modes_chain_and_what_is_not_run_again(make):
     assert launches("STEPS=1")
 
 
-def test_oracle_is_made_again_when_its_settings_or_its_script_change(make):
-    # An oracle that computes nothing.
-    (make.directory / "oracle_train.py").write_text(
+def replace_oracle(folder):
+    """Put an oracle that computes nothing in the place of the real one."""
+    (folder / "oracle_train.py").write_text(
         "import pathlib, sys\n"
         "folder = pathlib.Path(sys.argv[sys.argv.index('--output-dir') + 1])\n"
         "folder.mkdir(exist_ok=True)\n"
         "(folder / 'rank-0.pt').touch()\n"
     )
+
+
+def test_oracle_is_made_again_when_its_settings_or_its_script_change(make):
+    replace_oracle(make.directory)
 
     def computes(*settings):
         done = make("oracle", *settings)
@@ -166,6 +170,7 @@ def test_parallel_make_runs_one_after_the_other(make):
 
 
 def test_failed_run_ends_the_chain_before_the_comparison(make):
+    replace_oracle(make.directory)
     done = make("-k", "tp", "LAUNCH=echo 'error: rank 1 failed first' >&2; false")
     assert done.status != 0
     assert "error: rank 1 failed first\n" in done.err and "Traceback" not in done.err

@@ -1,10 +1,8 @@
 """The four training modes: right losses, right files, and the launch that shares its imports."""
 
-import sys
-
 import pytest
 import torch
-from conftest import RANKS, ROOT, SCRIPTS, STEPS, launch, run
+from conftest import RANKS, ROOT, SCRIPTS, STEPS, launch
 
 import simplefsdp_tp_train
 import training_common
@@ -120,8 +118,11 @@ def test_record_collectives_give_what_full_tensor_gives(tmp_path):
     assert stdout.count("records identical") == 4
 
 
-def test_bench_prints_its_table():
-    done = run(sys.executable, ROOT / "tests" / "tools" / "bench.py", "--ranks", 2, "--modes", "tp")
+def test_bench_prints_its_table(call, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "tools")
+    import bench
+
+    done = call(bench.main, "--ranks", 2, "--modes", "tp")
     assert done.status == 0, done.err
     header, row = done.out.splitlines()[1:3]
     phases = ["start", "init", "wrap", "steps", "save", "end"]
