@@ -5,7 +5,7 @@ training_diagnosis.py in which order they are tried.
 """
 
 from collections.abc import Iterator
-from math import inf
+from math import hypot, inf
 from typing import NamedTuple
 
 import torch
@@ -298,4 +298,4 @@ def shards_scaled(cut: Cut) -> str | None:
 
 def distance(actual: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     """Return the norm of the difference of two tensors that are given in parts."""
-    return sum((one - two).norm().item() ** 2 for one, two in zip(actual, other, strict=True)) ** 0.5
+    return hypot(*((one - two).norm().item() for one, two in zip(actual, other, strict=True)))

@@ -6,11 +6,13 @@ Faults are planted in a copy of a real four-rank run: one thing is altered at a 
 import pickle
 import shutil
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import RANKS, SCRIPTS, STEPS, copy_run, edit, edit_all
 
+import compare_training
 from training_comparison import Comparison
 from training_tolerance import DEFAULTS, allow_rounding_of, compare_tensor
 
@@ -412,6 +414,14 @@ def test_usage_errors_are_one_line(verdict):
         status, _, err = verdict(*options)
         assert status == 2
         assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_comparison_that_breaks_off_is_no_mismatch(verdict, monkeypatch):
+    monkeypatch.setattr(compare_training, "compare_runs", Mock(side_effect=RuntimeError("a bug")))
+    status, out, err = verdict()
+    assert (status, out) == (2, "")
+    assert err.startswith("Traceback ")
+    assert err.endswith("bug\nerror: the comparison broke off, nothing is known of the runs\n")
 
 
 @pytest.mark.parametrize(("noise", "failed"), [(1e-10, 0), (1e-5, 1)])
