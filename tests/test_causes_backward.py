@@ -207,6 +207,16 @@ def test_cause_of_gradients(made_cause, change, sentence, ranks):
     assert made_cause(change, ranks) == sentence
 
 
+def test_elements_within_16_eps_of_the_largest_are_right(made_cause):
+    def change(g):
+        eps = 2.0**-23 * g.abs().max()
+        g.view(-1)[:3] += torch.tensor([0.1, 12 * eps, 20 * eps])
+        return g
+
+    cause = made_cause(gradient(change, "weight"), (2,))
+    assert cause.startswith("gradients weight are wrong on rank 2 alone, in 2 of 96 elements, and right on")
+
+
 def test_a_gradient_that_the_reference_lacks_is_no_multiple_of_it(made_cause):
     def change(content):
         gradient(lambda g: g / 2, "bias")(content)
@@ -410,6 +420,12 @@ def test_cause_of_an_update(made_cause, change, sentence, against):
 )
 def test_cause_of_an_update_of_another_optimizer(made_cause, change, sentence):
     assert made_cause(change, steps=3, optimizer="AdamW") == sentence
+
+
+def test_an_update_is_wrong_from_ten_times_its_rounding_on(made_cause):
+    # A parameter is a thousand times its update: this factor is 30 times the parameter's rounding.
+    cause = made_cause(follow(lambda g, p, last, stale: -0.010036 * g))
+    assert cause.endswith("-learning rate x gradient: the learning rate acts as 0.01004, not 0.01")
 
 
 @pytest.mark.parametrize(("against", "named"), [("run", True), (None, False)])
