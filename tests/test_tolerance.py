@@ -10,6 +10,8 @@ import torch
 from conftest import edit_all
 from made_runs import KINDS, broken, make_run, mismatched, noise
 
+from training_tolerance import relative_error
+
 EPS = 2.0**-23
 MANY = 32768
 
@@ -235,3 +237,11 @@ def test_the_printed_tolerance_passes_and_a_smaller_one_does_not(compare, tmp_pa
     assert set(run("--rtol", 0.9 * rtol, "--norm-eps", norm_eps)[0]) == {kind}
     assert set(run("--rtol", rtol, "--norm-eps", 0.9 * norm_eps)[0]) == {kind}
     assert run("--rtol", rtol)[0] == {}
+
+
+@pytest.mark.parametrize(
+    ("actual", "reference"),
+    [([1.0, torch.nan], [1.0, 2.0]), ([1.0, 2.0], [torch.inf, 2.0]), ([1.0], [1.0, 2.0]), ([0.0], [0.0])],
+)
+def test_the_relative_error_of_what_cannot_be_compared_is_infinite(actual, reference):
+    assert relative_error(torch.tensor(actual), torch.tensor(reference)) == torch.inf
