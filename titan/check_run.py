@@ -26,7 +26,7 @@ from typing import NamedTuple
 COLOUR = re.compile(r"(?:\x1b|\^\[)?\[[0-9;?]*m|\x1b\[[0-9;?]*[A-Za-z]")  # also as pasted from a terminal
 # torchrun writes "[rank3]:" or "[default3]:", older versions "rank3:". A time such as 09:59:01 is no rank.
 RANK = re.compile(r"^\s*\[?(?:rank|default|trainer)?(\d{1,6})\]?:(?!\d\d:)")
-TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,(\d{3}))?")
+TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d{3})?")
 NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
 # Something has to follow the loss: where a line was cut, only a part of the number may be left.
 STEP = re.compile(rf"(?<!validate )\bstep:\s*(\d{{1,12}})\s+loss:\s*{NUMBER}(?=\s+\S)", re.IGNORECASE)
@@ -101,7 +101,7 @@ def seconds(line: str) -> float | None:
     if not match:
         return None
     try:
-        return datetime.fromisoformat(match[1]).timestamp() + int(match[2] or 0) / 1000
+        return datetime.fromisoformat(match[0]).timestamp()
     except ValueError:
         return None
 
