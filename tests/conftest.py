@@ -1,6 +1,7 @@
 """Real runs that many tests look at: each mode once, at four ranks, started by launch.py."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,9 @@ SCRIPTS = {
     "tp": ["distributed_train.py", "--parallelism", "tp"],
     "simplefsdp_tp": ["simplefsdp_tp_train.py", "--compile-backend", "aot_eager"],
 }
-# The Makefile exports these to its recipes, `make test` among them: tests choose their own.
-ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+# make exports these to its recipes, `make test` among them: tests choose their own.
+OF_MAKE = re.compile("MAKE|MFLAGS|PYTHON$")
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not OF_MAKE.match(key)}
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
