@@ -1,0 +1,337 @@
+"""A sketch of a tensor: few numbers that stand for it, and add up over shards without a collective.
+
+An element of a matrix, in global row i and column j, is added with a sign to one of WIDTH buckets:
+
+    bucket = (i + shift(i // WIDTH) + j + shift'(j // WIDTH)) mod WIDTH
+    sign   = sign(i) * sign'(j)
+
+Signs and shifts are hashes of the position alone. So the sketch is linear: sketches of shards add up to
+the sketch of the whole tensor, and the difference of two sketches is the sketch of the difference. Its
+norm estimates the norm of that difference, within 7 % for one of full rank and 9 % for one of rank one
+(one sigma, measured by tests/tools/bench_sketches.py). This is a CountSketch (Charikar, Chen, Farach-Colton
+2002) whose hash is a product of one for rows and one for columns (Pagh 2013), which suits any shard.
+
+A tensor of more dimensions is a matrix, too: its first dimensions are the rows, the last ones the columns.
+"""
+
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from training_common import is_dtensor
+
+WIDTH = 256  # buckets of the sketch of a parameter, a gradient or a buffer
+SAMPLES = 2048  # numbers for all samples of an activation together
+SAMPLE_WIDTH = 32  # buckets of the sketch of one sample, at most
+LINE = 4096  # a vector is a matrix with rows of this length
+COLUMNS = 1024  # columns that are worked on at a time: the buffers then stay in the cache
+ROWS, ROW_SHIFTS, COLUMN_SIGNS, COLUMN_SHIFTS = range(4)  # which hash
+
+
+def hashed(numbers: torch.Tensor, which: int) -> torch.Tensor:
+    """Return a well mixed whole number for each whole number (int64), other ones for each `which`.
+
+    The finalizer of splitmix64 (Steele, Lea, Flood 2014), with products that wrap.
+    """
+    mixed = (numbers * 8 + which + 1) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return mixed ^ ((mixed >> 31) & ((1 << 33) - 1))
+
+
+@lru_cache(maxsize=16)
+def _signs(count: int, which: int) -> torch.Tensor:
+    # 1.0 or -1.0 for each of the positions 0 to count - 1.
+    return ((hashed(torch.arange(count), which) >> 40) & 1).double() * 2 - 1
+
+
+@lru_cache(maxsize=16)
+def _shifts(count: int, which: int) -> list[int]:
+    return ((hashed(torch.arange(count), which) >> 20) & 0xFFFF).tolist()
+
+
+def signs(start: int, count: int, which: int) -> torch.Tensor:
+    """Return the signs of `count` positions from `start` on."""
+    return _signs(_table_size(start + count), which)[start : start + count]
+
+
+def shift(block: int, which: int) -> int:
+    """Return by how many buckets a block of WIDTH rows or columns is shifted."""
+    return _shifts(_table_size(block + 1), which)[block]
+
+
+def _table_size(count: int) -> int:
+    return max(4096, 1 << (count - 1).bit_length())
+
+
+def runs(start: int, count: int, width: int):
+    """Cut positions into runs that lie in one block of `width`; yield where each starts and its length."""
+    position = start
+    while position < start + count:
+        length = min(width - position % width, start + count - position)
+        yield position, length
+        position += length
+
+
+def sketch_matrices(block: torch.Tensor, row: int, column: int, width: int) -> torch.Tensor:
+    """Return the sketches, float64 of shape (n, width), of n matrices, of which this block is known.
+
+    block: of shape (n, rows, columns), on the CPU; its first element is at (row, column).
+    """
+    count, rows, columns = block.shape
+    if rows * 4 < width or rows * columns < 64 * width:
+        return _sketch_by_element(block, row, column, width)
+    grid = torch.zeros(count, width, width, dtype=torch.float64)  # by bucket of the row and of the column
+    for first in range(0, columns, COLUMNS):
+        part = block[:, :, first : first + COLUMNS]
+        by_row = _add_rows(part, row, width)
+        by_row *= signs(column + first, part.shape[2], COLUMN_SIGNS)
+        for position, length in runs(column + first, part.shape[2], width):
+            # A shift of the column's bucket by n is the same as one of the row's bucket.
+            start = position - column - first
+            bucket = position % width
+            moved = by_row[:, :, start : start + length].roll(shift(position // width, COLUMN_SHIFTS), 1)
+            grid[:, :, bucket : bucket + length] += moved
+    # Row bucket + column bucket is the same along a diagonal: twice the grid side by side, read with a
+    # row's stride that is one shorter, has the diagonals as its columns.
+    twice = torch.cat([grid, grid], dim=2).reshape(count, -1)
+    skewed = twice.as_strided(
+        (count, width, width), (2 * width * width, 2 * width - 1, 1), twice.storage_offset() + width
+    )
+    return skewed.sum(1)
+
+
+def _sketch_by_element(block: torch.Tensor, row: int, column: int, width: int) -> torch.Tensor:
+    # As the formula says, and faster for few rows: it takes 10 ns an element, but has no grid to fill.
+    count, rows, columns = block.shape
+    sign = signs(row, rows, ROWS)[:, None] * signs(column, columns, COLUMN_SIGNS)
+    bucket = _buckets(row, rows, ROW_SHIFTS, width)[:, None] + _buckets(column, columns, COLUMN_SHIFTS, width)
+    total = torch.zeros(count, width, dtype=torch.float64)
+    return total.index_add_(1, (bucket % width).flatten(), (block * sign).reshape(count, -1))
+
+
+def _buckets(start: int, count: int, which: int, width: int) -> torch.Tensor:
+    shifts = [shift(block, which) for block in range(start // width, (start + count - 1) // width + 1)]
+    positions = torch.arange(start, start + count)
+    return positions + torch.tensor(shifts)[positions // width - start // width]
+
+
+def _add_rows(part: torch.Tensor, row: int, width: int) -> torch.Tensor:
+    # Adds up the rows of each bucket, with their signs: (n, rows, columns) to (n, width, columns).
+    count, rows, columns = part.shape
+    by_row = torch.zeros(count, width, columns, dtype=torch.float64)
+    buffer = torch.empty(count, min(rows, width), columns, dtype=torch.float64)
+    row_signs = signs(row, rows, ROWS).reshape(1, rows, 1)
+    for position, length in runs(row, rows, width):
+        start = position - row
+        values = buffer[:, :length]
+        values.copy_(part[:, start : start + length])
+        bucket = (position + shift(position // width, ROW_SHIFTS)) % width
+        fits = min(length, width - bucket)
+        sign = row_signs[:, start : start + length]
+        by_row[:, bucket : bucket + fits].addcmul_(values[:, :fits], sign[:, :fits])
+        if fits < length:
+            by_row[:, : length - fits].addcmul_(values[:, fits:], sign[:, fits:])
+    return by_row
+
+
+def split(shape: tuple[int, ...]) -> int:
+    """Return how many of a tensor's dimensions are the rows: so many that rows + columns are fewest."""
+    return min(range(1, len(shape)), key=lambda n: prod(shape[:n]) + prod(shape[n:]), default=1)
+
+
+def sketch(
+    local: torch.Tensor, shape: tuple[int, ...] | None = None, offset: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Return the sketch, float64 of shape (WIDTH,), of a tensor of which this shard is known.
+
+    shape: of the whole tensor. offset: where in it the shard starts. Without them it is the whole.
+    """
+    shape = tuple(local.shape) if shape is None else tuple(shape)
+    offset = (0,) * len(shape) if offset is None else tuple(offset)
+    if not local.numel():
+        return torch.zeros(WIDTH, dtype=torch.float64)
+    if len(shape) < 2:
+        return _sketch_of_vector(local.reshape(-1), offset[0] if offset else 0)
+    rows = split(shape)
+    total = torch.zeros(WIDTH, dtype=torch.float64)
+    for matrix, row, column in _matrices(local, shape, offset, rows):
+        total += sketch_matrices(matrix[None], row, column, WIDTH)[0]
+    return total
+
+
+def _sketch_of_vector(values: torch.Tensor, offset: int) -> torch.Tensor:
+    before = offset % LINE
+    after = -(before + len(values)) % LINE if before + len(values) > LINE else 0
+    padded = torch.nn.functional.pad(values, (before, after))
+    return sketch_matrices(padded.reshape(1, -1, min(LINE, len(padded))), offset // LINE, 0, WIDTH)[0]
+
+
+def _matrices(local, shape, offset, rows):
+    # A shard that cuts a dimension other than the first of the rows, or of the columns, is no block of the
+    # matrix: it is taken apart along its first dimension until it is.
+    whole_rows = local.shape[1:rows] == shape[1:rows]
+    whole_columns = local.shape[rows + 1 :] == shape[rows + 1 :]
+    if whole_rows and whole_columns:
+        row = offset[0] * prod(shape[1:rows])
+        column = offset[rows] * prod(shape[rows + 1 :])
+        yield local.reshape(prod(local.shape[:rows]), -1), row, column
+        return
+    cut = 0 if not whole_rows else rows
+    for index in range(local.shape[cut]):
+        at = list(offset)
+        at[cut] += index
+        if cut == 0:
+            for matrix, row, column in _matrices(local[index], shape[1:], at[1:], rows - 1):
+                yield matrix, row + at[0] * prod(shape[1:rows]), column
+        else:
+            piece = local.select(cut, index)
+            inner = (*shape[:cut], *shape[cut + 1 :])
+            for matrix, row, column in _matrices(piece, inner, (*offset[:cut], *offset[cut + 1 :]), rows):
+                yield matrix, row, column + at[cut] * prod(shape[rows + 1 :])
+
+
+# ---------------------------------------------------------------- what is recorded of a tensor
+
+
+def describe(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> dict:
+    """Return what is recorded of a parameter, gradient or buffer, of which this rank has a shard.
+
+    scale: what the tensor has to be divided by, such as the loss scale of mixed precision.
+    The dictionary holds plain values and tensors: the sketch; shape and dtype; "mesh", the shape of the
+    device mesh, "ranks", those in it, and "placements" (all None for a plain tensor);
+    counts of the local elements: see `count`.
+    """
+    local, shape, offset, where = _shard(tensor.detach())
+    if scale is not None:
+        local = local / float(scale)
+    return {
+        "sketch": sketch(_finite(local), shape, offset),
+        "shape": tuple(shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        **where,
+        **count(local),
+    }
+
+
+def _shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple, tuple, dict]:
+    # The local part on the CPU, the shape of the whole, where the part starts, and its place in the mesh.
+    where = {"mesh": None, "ranks": None, "placements": None}
+    shape, offset, local = tuple(tensor.shape), (0,) * tensor.dim(), tensor
+    if is_dtensor(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = tensor.device_mesh, tensor.placements
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        local = tensor.to_local()
+        where = {
+            "mesh": tuple(mesh.shape),
+            "ranks": tuple(mesh.mesh.flatten().tolist()),
+            "placements": tuple(_placement_name(placement) for placement in placements),
+        }
+    local = local.cpu()
+    if local.is_complex():
+        local = torch.view_as_real(local)
+        shape, offset = (*shape, 2), (*offset, 0)
+    return local, shape, tuple(offset), where
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    # What is not finite is counted, and counts as zero in the sketch.
+    return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if tensor.is_floating_point() else tensor
+
+
+def _placement_name(placement) -> str:
+    # "replicate", "partial", or "shard 0" for a shard along dimension 0.
+    if placement.is_partial():
+        return "partial"
+    return "replicate" if placement.is_replicate() else f"shard {placement.dim}"
+
+
+def count(local: torch.Tensor) -> dict:
+    """Return the number of elements, the largest magnitude, and how many there are of each magnitude.
+
+    "magnitudes"[e]: elements with the exponent e of a float32, so of at least 2**(e - 127) and less than
+    twice that; [255] are not finite. "zeros": those that are exactly zero, not counted in magnitudes.
+    "bfloat16_exact": those that bfloat16 can hold.
+    """
+    values = local.float().reshape(-1)
+    magnitudes, exact = torch.zeros(256, dtype=torch.int32), 0
+    for part in values.split(1 << 18):
+        bits = part.view(torch.int32)
+        magnitudes += torch.bincount((bits >> 23) & 0xFF, minlength=256)
+        exact += int(torch.count_nonzero((bits & 0xFFFF) == 0))
+    zeros = values.numel() - int(torch.count_nonzero(values))
+    magnitudes[0] -= zeros
+    return {
+        "elements": values.numel(),
+        "largest": float(values.abs().max()) if values.numel() else 0.0,
+        "magnitudes": magnitudes,
+        "zeros": zeros,
+        "bfloat16_exact": exact,
+    }
+
+
+def describe_samples(tensor: torch.Tensor, samples: int | None) -> dict | None:
+    """Return what is recorded of an activation: a sketch of each sample, of shape (samples, width).
+
+    samples: how many the batch has; None if that is not known, the first dimension then counts.
+    A tensor whose first dimension is a multiple of it has as many rows of each sample, or none: position
+    embeddings have their own first dimension. So there is a sketch of the whole, too, "sketch", unless
+    the first dimension is the samples'. One with another dimension of that size has its samples there.
+    Any other is one sample, and "per_sample" is False.
+    """
+    local, shape, offset, where = _shard(tensor.detach())
+    if where["placements"] and any(
+        name.startswith("shard") and int(name[6:]) not in (0, 1, len(shape) - 1)
+        for name in where["placements"]
+    ):
+        return None
+    samples = samples or len(local)
+    per_sample = True
+    if samples and len(local) % samples == 0 and len(local):
+        matrices = local.reshape(samples, -1, local.shape[-1] if local.dim() > 1 else 1)
+    elif samples in local.shape:
+        matrices = local.movedim(local.shape.index(samples), 0).flatten(1, -2)
+    else:
+        matrices, per_sample = local.reshape(1, -1, local.shape[-1] if local.numel() else 1), False
+    row = offset[1] if local.dim() == 3 and per_sample else 0
+    column = offset[-1] if local.dim() > 1 else 0
+    finite = _finite(matrices)
+    return {
+        "samples": sketch_matrices(finite, row, column, sample_width(len(matrices))),
+        "per_sample": per_sample,
+        "sketch": None if len(local) == samples else sketch(_finite(local), shape, offset),
+        "shape": tuple(shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        **where,
+        "largest": float(local.abs().max()) if local.numel() else 0.0,
+        "not_finite": int((~local.isfinite()).sum()),
+    }
+
+
+def sample_width(samples: int) -> int:
+    """Return how many numbers each of so many samples gets: a power of two, at most SAMPLE_WIDTH."""
+    return max(1, min(SAMPLE_WIDTH, 1 << max(0, (SAMPLES // max(1, samples)).bit_length() - 1)))
+
+
+def fold(samples: torch.Tensor, width: int) -> torch.Tensor:
+    """Return sketches of shape (n, width) from wider ones."""
+    return samples.reshape(len(samples), -1, width).sum(1)
+
+
+def sample_keys(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return a few numbers for each sample of a model's inputs, by which it is known again in another run.
+
+    They are exact: of shape (samples, 8) in float64, the same for the same sample wherever it is.
+    """
+    tensors = [_shard(tensor.detach())[0] for tensor in tensors]
+    tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
+    if not tensors or not len(tensors[0]):
+        return None
+    keys = torch.zeros(len(tensors[0]), 8, dtype=torch.float64)
+    for place, tensor in enumerate(tensors):
+        values = tensor.reshape(len(tensor), 1, -1).double().nan_to_num()
+        keys += sketch_matrices(values, place, 0, 8)
+    return keys
