@@ -23,7 +23,8 @@ from pathlib import Path
 
 from training_common import InputError, make_parser, write_then_rename
 from training_comparison import Outcome, cause_of, compare_runs, ranks_of
-from training_invariants import INVARIANTS
+from training_divergence import compare_recordings
+from training_recordings import Recording, is_recording
 from training_records import KINDS, LAYOUT, SCHEMA, SHOWN, Run, check_same_job, ranges
 from training_tolerance import ELEMENT_EPS, NORM_EPS, Result, Tolerance
 
@@ -41,6 +42,7 @@ def summarize(outcome: Outcome, runs: Runs, tolerance: Tolerance, cause: str | N
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": actual.world_size,
         "steps": actual.metadata["steps"],
+        "notes": getattr(outcome.comparison, "notes", []),
         "reference": describe_run(runs["reference"]),
         "actual": describe_run(actual),
         "oracle": describe_run(runs["oracle"]),
@@ -68,7 +70,7 @@ def differences(reference: Run | None, actual: Run) -> list[dict]:
     """Return what differs between the metadata of two runs of the same job."""
     if not reference:
         return []
-    keys = dict.fromkeys((*LAYOUT, *SHOWN))
+    keys = [key for key in dict.fromkeys((*LAYOUT, *SHOWN, "command")) if key in actual.metadata]
     rows = [
         {"key": key, "reference": reference.metadata[key], "actual": actual.metadata[key]} for key in keys
     ]
@@ -117,7 +119,7 @@ def invariant_counts(outcome: Outcome) -> list[dict]:
             "failed": check.failed(name),
         }
         for check in outcome.checks
-        for name, text in INVARIANTS.items()
+        for name, text in check.texts.items()
     ]
 
 
@@ -160,7 +162,7 @@ def print_runs(runs: Runs) -> None:
     """Print where each run is and what it ran on."""
     for title, run in runs.items():
         if run:
-            known = [key for key in SHOWN if run.metadata[key] is not None]
+            known = [key for key in SHOWN if run.metadata.get(key) is not None]
             print(f"{title}: {run.directory}", *(f"{key}={run.metadata[key]}" for key in known))
 
 
@@ -300,7 +302,7 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         help="a run of one rank: shows both runs' errors against it, allows its slack",
     )
-    option("--world-size", type=int, required=True, help="ranks of the run in question")
+    option("--world-size", type=int, help="ranks of the run in question; recordings say it themselves")
     option("--rtol", type=tolerance_number, help=f"default: {ELEMENT_EPS:g} eps of the dtype")
     option(
         "--atol",
@@ -314,7 +316,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     option("--json", type=Path, help="write everything that was found to this file")
     args = parser.parse_args()
-    if args.world_size < 1:
+    recorded = is_recording(args.actual_dir)
+    if args.world_size is None and not recorded:
+        parser.error("the following arguments are required: --world-size")
+    if args.world_size is not None and args.world_size < 1:
         raise InputError(f"--world-size is {args.world_size}; nothing to compare, use at least 1")
     others = [path for path in (args.reference_dir, args.oracle_dir) if path]
     if args.actual_dir.resolve() in [path.resolve() for path in others]:
@@ -332,15 +337,12 @@ def compare(args: argparse.Namespace) -> int:
     """Compare as the options say, print and write what was found; return the exit status."""
     if args.json:
         args.json.unlink(missing_ok=True)  # what an earlier comparison left would be taken for this one's
-    actual = Run(args.actual_dir, args.world_size)
-    reference = args.reference_dir and Run(args.reference_dir, args.world_size, may_be_whole=True)
-    oracle = args.oracle_dir and Run(args.oracle_dir, 1, may_be_whole=True)
-    for run in filter(None, (reference, oracle)):
-        check_same_job(run, actual)
-    runs = {"reference": reference, "actual": actual, "oracle": oracle}
     tolerance = Tolerance(args.rtol, args.atol, args.norm_eps)
-    outcome = compare_runs(reference, actual, oracle, tolerance, show_progress)
-    cause = cause_of(outcome, reference, actual) if outcome.findings else None
+    if is_recording(args.actual_dir):
+        runs, outcome, cause = compare_sketches(args, tolerance)
+    else:
+        runs, outcome, cause = compare_tensors(args, tolerance)
+    actual, reference = runs["actual"], runs["reference"]
     summary = summarize(outcome, runs, tolerance, cause)
 
     print_runs(runs)
@@ -349,6 +351,8 @@ def compare(args: argparse.Namespace) -> int:
     print_errors(summary)
     print_oracle_errors(summary)
     print_invariants(summary)
+    for note in summary["notes"]:
+        print(f"note: {note}")
     if outcome.findings:
         print_first(summary)
     else:
@@ -357,8 +361,39 @@ def compare(args: argparse.Namespace) -> int:
         with write_then_rename(args.json) as temporary:
             temporary.write_text(json.dumps(plain(summary), indent=1, allow_nan=False, default=str) + "\n")
     what = "comparison" if reference else "invariants"
-    print(f"{summary['verdict']} {what} ranks={args.world_size} steps={summary['steps']}")
+    print(f"{summary['verdict']} {what} ranks={actual.world_size} steps={summary['steps']}")
     return 1 if outcome.findings else 0
+
+
+def compare_tensors(args: argparse.Namespace, tolerance: Tolerance) -> tuple[Runs, Outcome, str | None]:
+    """Compare runs that hold whole tensors."""
+    actual = Run(args.actual_dir, args.world_size)
+    reference = args.reference_dir and Run(args.reference_dir, args.world_size, may_be_whole=True)
+    oracle = args.oracle_dir and Run(args.oracle_dir, 1, may_be_whole=True)
+    for run in filter(None, (reference, oracle)):
+        check_same_job(run, actual)
+    outcome = compare_runs(reference, actual, oracle, tolerance, show_progress)
+    cause = cause_of(outcome, reference, actual) if outcome.findings else None
+    return {"reference": reference, "actual": actual, "oracle": oracle}, outcome, cause
+
+
+def compare_sketches(args: argparse.Namespace, tolerance: Tolerance) -> tuple[Runs, Outcome, str | None]:
+    """Compare recordings. Raises InputError for options that need whole tensors."""
+    for option in ("rtol", "atol", "oracle_dir"):
+        if getattr(args, option) is not None:
+            name = f"--{option.replace('_', '-')}"
+            raise InputError(
+                f"{name} needs whole tensors, and {args.actual_dir} holds sketches; use --norm-eps"
+            )
+    actual = Recording(args.actual_dir)
+    if args.world_size not in (None, actual.world_size):
+        raise InputError(
+            f"--world-size is {args.world_size}, {args.actual_dir} is of {actual.world_size} ranks; leave it out"
+        )
+    reference = args.reference_dir and Recording(args.reference_dir)
+    outcome = compare_recordings(reference, actual, tolerance)
+    cause = None
+    return {"reference": reference, "actual": actual, "oracle": None}, outcome, cause
 
 
 def main() -> int:

@@ -232,6 +232,7 @@ class Recorder:
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.names.find(trained)
         named = self._named(optimizer)
+        self._device = next((p.device.type for p in named.values()), "cpu")
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its step
         for name, parameter in named.items():
             if parameter.grad is not None:
@@ -321,7 +322,7 @@ class Recorder:
 
     def _save(self) -> int:
         command = [self.args.script, *self.args.arguments]
-        metadata = environment(command, self.names.tied, self.steps)
+        metadata = environment(command, self._device, self.names.tied, self.steps)
         rank, world_size = metadata["rank"], metadata["world_size"]
         path = self.args.output_dir / f"rank-{rank}.pt"
         with write_then_rename(path) as temporary:

@@ -46,7 +46,7 @@ class InvariantChecks:
 
     def __init__(self, run: str, metadata: dict, tolerance: Tolerance = DEFAULTS) -> None:
         """run: what it is called in findings, actual or reference."""
-        self.run, self.metadata, self.tolerance = run, metadata, tolerance
+        self.run, self.metadata, self.tolerance, self.texts = run, metadata, tolerance, INVARIANTS
         self.checked = dict.fromkeys(INVARIANTS, 0)
         self.findings: list[Finding] = []
         # By rank: its replica, and of each step the global loss and the rank's own.

@@ -43,18 +43,20 @@ import time
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from training_common import InputError, is_stand_in, torch_neuronx_version
-from training_records import read_file
+from training_records import check_rank_files, read_file
 
 FORMAT = "parity-sketches-1"  # marks a rank file; raise the number when its layout changes
+KINDS = {"calls", "activations", "losses", "gradients", "before", "parameters", "buffers", "optimizers"}
 ENVIRONMENT = re.compile(r"(OMP|MKL|CUDA|CUBLAS|NCCL|NEURON|TORCH|PYTORCH|GLOO)_")  # what is kept of it
 
 
-def environment(command: list[str], tied: dict[str, list[str]], steps: list[dict]) -> dict:
+def environment(command: list[str], device: str, tied: dict[str, list[str]], steps: list[dict]) -> dict:
     """Return the metadata of a rank file."""
     version = torch_neuronx_version()
     started = dist.is_available() and dist.is_initialized()
@@ -64,15 +66,32 @@ def environment(command: list[str], tied: dict[str, list[str]], steps: list[dict
         "world_size": int(os.environ.get("WORLD_SIZE", 1)),
         "steps": len(steps),
         "command": command,
+        "device": "stand-in" if is_stand_in(version) and device == "neuron" else device,
         "backend": dist.get_backend() if started else None,
         "torch_version": str(torch.__version__),
         "torch_neuronx_version": version,
-        "stand_in": is_stand_in(version),
         "host": socket.gethostname(),
         "environment": {key: value for key, value in os.environ.items() if ENVIRONMENT.match(key)},
         "tied": tied,
         "saved_at": time.time(),
     }
+
+
+def find_problem(content: object) -> str | None:
+    """Return what is wrong with the structure of a rank file's content, None if nothing is."""
+    if not isinstance(content, dict) or not {"metadata", "steps"} <= content.keys():
+        return "it does not hold metadata and steps"
+    metadata, steps = content["metadata"], content["steps"]
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        return f"its format is {metadata.get('format') if isinstance(metadata, dict) else None!r}"
+    if not isinstance(steps, list) or not steps or len(steps) != metadata.get("steps"):
+        return f"it has not the {metadata.get('steps')} steps that its metadata gives"
+    for number, step in enumerate(steps, start=1):
+        if not isinstance(step, dict) or not KINDS <= step.keys():
+            return f"step {number} lacks one of {', '.join(sorted(KINDS))}"
+        if not step["parameters"]:
+            return f"step {number} has no parameters"
+    return None
 
 
 def is_recording(directory: Path) -> bool:
@@ -88,39 +107,106 @@ class Recording:
     """All rank files of a run."""
 
     def __init__(self, directory: Path) -> None:
+        """Read them. Raises InputError if one is missing, of another run, or no recording."""
         self.directory = directory
         first = self._load(0)
-        self.world_size = first["metadata"]["world_size"]
-        self.contents = [first, *(self._load(rank) for rank in range(1, self.world_size))]
         self.metadata = first["metadata"]
-        self.steps = self.metadata["steps"]
+        self.world_size, self.steps = self.metadata["world_size"], self.metadata["steps"]
+        check_rank_files(directory, self.world_size)
+        self.contents = [first, *(self._load(rank) for rank in range(1, self.world_size))]
 
     def _load(self, rank: int) -> dict:
         path = self.directory / f"rank-{rank}.pt"
         content = read_file(path)
-        if not isinstance(content, dict) or content.get("metadata", {}).get("format") != FORMAT:
-            raise InputError(f"{path} is no recording of format {FORMAT}; record the run again")
+        if problem := find_problem(content):
+            raise InputError(f"{path} is no recording of format {FORMAT}: {problem}; record the run again")
+        metadata = content["metadata"]
+        if metadata["rank"] != rank:
+            raise InputError(f"{path} says rank {metadata['rank']}: files were renamed or swapped")
+        if rank and (of_rank_0 := self._other_run(metadata)):
+            raise InputError(f"{self.directory} mixes runs: {of_rank_0}; record the run again")
         return content
+
+    def _other_run(self, metadata: dict) -> str | None:
+        for key in ("world_size", "steps", "command", "torch_version"):
+            if metadata[key] != self.metadata[key]:
+                return f"{key} is {self.metadata[key]!r} in rank-0.pt, {metadata[key]!r} in another rank's"
+        return None
+
+    @property
+    def label(self) -> str:
+        """What the run is called in a table: the device that it ran on."""
+        return self.metadata["device"]
+
+    @cached_property
+    def replicas(self) -> list[int]:
+        """Which data-parallel replica each rank is of. Ranks with the same samples are of the same one."""
+        known: dict[tuple, int] = {}
+        numbers = []
+        for content in self.contents:
+            calls = content["steps"][0]["calls"]
+            keys = tuple(tuple(map(tuple, key.tolist())) if key is not None else None for key in calls)
+            numbers.append(known.setdefault(keys, len(known)))
+        return numbers
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """The first rank of each replica."""
+        return [self.replicas.index(replica) for replica in range(max(self.replicas) + 1)]
+
+    def of_step(self, step: int) -> list[dict]:
+        """Return what each rank recorded of a step, counted from 1."""
+        return [content["steps"][step - 1] for content in self.contents]
 
     def entries(self, step: int, kind: str) -> dict[str, dict[int, dict]]:
         """Return what was recorded of each tensor of a kind, by its name and by rank."""
         found: dict[str, dict[int, dict]] = {}
-        for rank, content in enumerate(self.contents):
-            for name, entry in content["steps"][step][kind].items():
+        for rank, record in enumerate(self.of_step(step)):
+            for name, entry in record[kind].items():
                 found.setdefault(name, {})[rank] = entry
         return found
 
-    def whole(self, by_rank: dict[int, dict], key: str = "sketch") -> dict[tuple[int, ...], torch.Tensor]:
-        """Return the sketch of the whole tensor, by the ranks that hold its shards together.
 
-        A tensor that every rank has whole gives one sketch a rank: copies, that should be equal.
-        """
-        found = {}
-        for rank, entry in by_rank.items():
-            group = shard_group(rank, entry)
-            if group not in found:
-                found[group] = sum(by_rank[other][key] for other in group)
-        return found
+class Whole(NamedTuple):
+    """A tensor as some ranks have it: the shards of these ranks together, or a copy that one has whole."""
+
+    ranks: tuple[int, ...]
+    sketch: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    not_finite: int
+    largest: float
+    magnitudes: torch.Tensor  # see training_sketches.count
+    zeros: int
+
+    @property
+    def norm(self) -> float:
+        """The norm of the tensor, as its sketch estimates it."""
+        return self.sketch.norm().item()
+
+
+def wholes(by_rank: dict[int, dict]) -> list[Whole]:
+    """Return a tensor as the ranks have it: once for each group of ranks that has all shards.
+
+    by_rank: what each rank recorded of its shard.
+    """
+    found: dict[tuple[int, ...], Whole] = {}
+    for rank, entry in by_rank.items():
+        group = shard_group(rank, entry)
+        if group in found:
+            continue
+        shards = [by_rank[other] for other in group if other in by_rank]
+        found[group] = Whole(
+            group,
+            sum(shard["sketch"] for shard in shards),
+            tuple(entry["shape"]),
+            getattr(torch, entry["dtype"]),
+            int(sum(shard["magnitudes"][255] for shard in shards)),
+            max(shard["largest"] for shard in shards),
+            sum(shard["magnitudes"].long() for shard in shards),
+            sum(shard["zeros"] for shard in shards),
+        )
+    return list(found.values())
 
 
 def shard_group(rank: int, entry: dict) -> tuple[int, ...]:
