@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from math import inf, isfinite
 from pathlib import Path
 
+from training_causes_recorded import cause_of_recordings
 from training_common import InputError, make_parser, write_then_rename
 from training_comparison import Outcome, cause_of, compare_runs, ranks_of
 from training_divergence import compare_recordings
@@ -393,6 +394,9 @@ def compare_sketches(args: argparse.Namespace, tolerance: Tolerance) -> tuple[Ru
     reference = args.reference_dir and Recording(args.reference_dir)
     outcome = compare_recordings(reference, actual, tolerance)
     cause = None
+    if outcome.findings:
+        first = outcome.findings[0]
+        cause = cause_of_recordings(first, ranks_of(first, outcome.findings), reference, actual)
     return {"reference": reference, "actual": actual, "oracle": None}, outcome, cause
 
 

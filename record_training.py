@@ -327,7 +327,7 @@ class Recorder:
         path = self.args.output_dir / f"rank-{rank}.pt"
         with write_then_rename(path) as temporary:
             torch.save({"metadata": metadata, "steps": self.steps}, temporary)
-            _wait_for_all(world_size)
+            _wait_for_all(world_size, self.args.output_dir.name)
         return rank
 
     def _summary(self) -> str:
@@ -396,14 +396,14 @@ def _plain(value: object) -> object:
     return value if isinstance(value, int | float | str | None) else repr(value)
 
 
-def _wait_for_all(world_size: int) -> None:
+def _wait_for_all(world_size: int, name: str) -> None:
     # Through the store, not a collective. A rank that ends sooner would close connections that others use.
     if world_size == 1 or not dist.is_initialized():
         return
     store = dist.distributed_c10d._get_default_store()
-    if store.add("parity-recorded", 1) == world_size:
-        store.set("parity-all-recorded", "")
-    store.wait(["parity-all-recorded"])
+    if store.add(f"parity-recorded-{name}", 1) == world_size:
+        store.set(f"parity-all-recorded-{name}", "")
+    store.wait([f"parity-all-recorded-{name}"])
 
 
 # ---------------------------------------------------------------- the command

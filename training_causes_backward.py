@@ -218,7 +218,8 @@ def wrong_update(evidence: Evidence) -> Update | None:
         expected, rule = evidence.reference_tensor(kind="deltas"), "the reference's"
     if expected is None or expected.shape != delta.shape:
         return None
-    dtype_eps = eps_of(evidence.actual(evidence.rank)[evidence.step]["deltas", evidence.name])
+    delta_tensor = evidence.actual(evidence.rank)[evidence.step]["deltas", evidence.name]
+    dtype_eps = evidence.unit or eps_of(delta_tensor)
     rounding = dtype_eps * before.norm().item()
     difference = (delta - expected).norm().item()
     if not difference > 10 * rounding:

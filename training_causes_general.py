@@ -21,7 +21,7 @@ from training_evidence import (
     times_the_reference,
     unrelated,
 )
-from training_tolerance import factor
+from training_tolerance import NEGLIGIBLE, factor
 
 NARROW_TYPES = (torch.bfloat16, torch.float16)
 
@@ -64,7 +64,9 @@ def scaled(evidence: Evidence) -> str | None:
     if not factors or not all(evidence.same_factor(one, factors[0]) for one in factors):
         return None
     common = factors[0]
-    names = evidence.names(evidence.kind)
+    norms = {name: evidence.actual_tensor(name=name).norm().item() for name in evidence.names(evidence.kind)}
+    # What is zero but for rounding is a multiple of nothing.
+    names = [name for name, norm in norms.items() if not norm <= NEGLIGIBLE * max(norms.values())]
     all_tensors = all(is_multiple(evidence, name, common) for name in names)
     what = evidence.kind if all_tensors else evidence.tensor_name
     text = f"{what} of {evidence.ranks_in_words} are {times_the_reference(common)}"
@@ -75,7 +77,7 @@ def scaled(evidence: Evidence) -> str | None:
         return f"{text}, a factor that is no degree of the mesh"
     if not all_tensors or not 0 < common < 1:
         return None
-    norm = sum(evidence.actual_tensor(name=name).norm().item() ** 2 for name in names) ** 0.5
+    norm = sum(norm**2 for norm in norms.values()) ** 0.5
     return f"{text}, all by the same factor: clipped to a total norm of {norm:.4g}, or scaled with the loss"
 
 

@@ -35,6 +35,7 @@ class Evidence(NamedTuple):
     reference: Callable[[int], Steps] | None
     metadata: list[dict]  # by rank
     losses: list[list[tuple[float | None, float | None]]]  # by rank and step from 1: global and own loss
+    unit: float = 0.0  # eps of what the tensors stand for, if they are sketches
 
     @property
     def rank(self) -> int:
@@ -92,7 +93,7 @@ class Evidence(NamedTuple):
 
     def eps(self) -> float:
         """Return the eps of the parameters' dtype: rounding is of this size."""
-        return eps_of(*self.actual(0)[0].values())
+        return self.unit or eps_of(*self.actual(0)[0].values())
 
     def unexplained(self, actual: torch.Tensor, predicted: torch.Tensor, reference: torch.Tensor) -> float:
         """Return which share of the difference of actual and reference a prediction does not explain.
@@ -196,6 +197,12 @@ def reduction_factors(evidence: Evidence) -> list[tuple[float, str]]:
     """Return the factors that come from summing or averaging over the wrong ranks, and what they mean."""
     job, known = evidence.metadata[0], []
     dp, tp, world = job["dp_degree"], job["tp_degree"], job["world_size"]
+    microbatches = job.get("microbatches", 1)  # recordings know them
+    if microbatches > 1:
+        known += [
+            (microbatches, f"not divided by the {microbatches} microbatches"),
+            (1 / microbatches, f"divided by the {microbatches} microbatches once too often"),
+        ]
     if dp > 1:
         known += [
             (dp, f"summed over the {dp} data-parallel replicas instead of averaged"),

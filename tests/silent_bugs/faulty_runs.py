@@ -15,6 +15,7 @@ records have the same bits, so of simplefsdp_tp only the clean run of seed 0 and
 mistake is in the compiled graph are compiled; --compile compiles all.
 """
 
+import argparse
 import importlib
 import os
 import sys
@@ -31,6 +32,7 @@ from faulty_cases import CASES, RANK, RANKS, SEEDS, STEPS
 import distributed_train as eager
 import simplefsdp_tp_train as simplefsdp
 import training_common
+from record_training import Recorder
 
 # Each registers its cases when it is imported, in the order in which they run.
 for module in ("ddp_setup", "ddp_loop", "fsdp", "tp", "simplefsdp"):
@@ -38,7 +40,10 @@ for module in ("ddp_setup", "ddp_loop", "fsdp", "tp", "simplefsdp"):
 
 
 def run(mode: str, seed: int, apply: Callable | None, compiled: bool, directory: Path, steps: int) -> None:
-    """Run the mode's script as if it had been started with these options, with a case's mistake if any."""
+    """Run the mode's script as if it had been started with these options, with a case's mistake if any.
+
+    record_training.py's recording of it goes into a folder beside it, whose name ends in .sketches.
+    """
     options = f"--device cpu --backend gloo --expected-world-size {RANKS[mode]} --seed {seed} --steps {steps}"
     if mode == "simplefsdp_tp":
         main = simplefsdp.main
@@ -57,7 +62,16 @@ def run(mode: str, seed: int, apply: Callable | None, compiled: bool, directory:
             patch(torch, "compile", lambda model, **options: model)
         if apply:
             apply(patch)
+        sketches = directory.with_name(f"{directory.name}.sketches")
+        sketches.mkdir(parents=True, exist_ok=True)
+        recorder = Recorder(
+            argparse.Namespace(
+                **{"output_dir": sketches, "steps": steps, "activations": "*", "full": []},
+                **{"afterwards": "continue", "script": mode, "arguments": []},
+            )
+        )
         main()
+        recorder.end_of_script()
 
 
 def main() -> None:

@@ -1,0 +1,265 @@
+"""Name the likely cause of the first difference between two recordings.
+
+Sketches are linear. So the hypotheses of training_causes_*.py that look at whole tensors, not at elements,
+hold for sketches as they are: sums, factors, the gradient of the step before. Here are the order in which
+they are tried, the evidence that they look at, and the hypotheses that only recordings allow: they tell
+samples, buffers and the optimizer's settings.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+import training_causes_backward as backward
+import training_causes_forward as forward
+import training_causes_general as general
+from training_divergence import CONVENTIONS, activations_of, keys_of, losses_of, rates_of, unit_of
+from training_evidence import Evidence, numbered
+from training_recordings import Recording, wholes
+from training_records import LOSS, Finding, Steps
+from training_sketches import fold
+
+START = [forward.other_start, general.scaled_by_own_factors, general.scaled]
+FACTORS = [general.scaled_by_own_factors, general.scaled]
+GRADIENTS = [
+    backward.not_reduced,
+    backward.not_reduced_and_scaled,
+    backward.ranks_disagree,
+    backward.accumulated,
+    backward.earlier_gradient,
+    general.scaled_by_own_factors,
+    general.scaled,
+]
+UPDATES = [
+    backward.not_updated,
+    backward.scaled_learning_rate,
+    backward.stale_gradient,
+    backward.momentum,
+    backward.weight_decay,
+]
+# Settings of an optimizer that change how it computes, not what.
+HOW = {"names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay"}
+
+
+def cause_of_recordings(
+    first: Finding, ranks: list[int], reference: Recording | None, actual: Recording
+) -> str | None:
+    """Return the likely cause of the first finding in plain words, None if nothing explains it.
+
+    ranks: those on which it differs.
+    """
+    key = (first.kind, first.name)
+    if cause := not_finite(first, reference, actual):
+        return cause
+    if reference and first.kind == "inputs":
+        return other_samples(first.step, reference, actual)
+    if reference and first.kind == "parameters" and first.step:
+        cause = other_settings(first.step, first.name, reference, actual)
+        if cause:
+            return cause
+    if len(ranks) < actual.world_size / 2 and first.kind != "activations":
+        return few_ranks(first, ranks, actual)
+    evidence = Evidence(
+        first.step,
+        first.kind,
+        first.name,
+        ranks,
+        steps_of(actual, key, first.step, reference, own=True),
+        steps_of(reference, key, first.step, actual, own=False) if reference else None,
+        describe_ranks(actual, first),
+        [[(None, None)] * actual.steps for _ in range(actual.world_size)],
+        unit_of(reference or actual, actual),
+    )
+    hypotheses = (
+        START if first.step == 0 else {"gradients": GRADIENTS, "parameters": UPDATES}.get(first.kind, FACTORS)
+    )
+    for hypothesis in hypotheses:
+        if cause := hypothesis(evidence):
+            return cause
+    return None
+
+
+# ---------------------------------------------------------------- the evidence
+
+
+def steps_of(
+    recording: Recording, key: tuple[str, str], step: int, other: Recording | None, own: bool
+) -> Callable[[int], Steps]:
+    """Return a function that gives a rank's tensors of all steps, sketches in place of the tensors.
+
+    own: each rank's; otherwise rank 0's for all, but of an activation the rank's samples in the other run.
+    """
+    known: dict[int, Steps] = {}
+
+    def steps(rank: int) -> Steps:
+        of = rank if own else 0
+        if of not in known:
+            known[of] = steps_of_rank(recording, of)
+        if key[0] != "activations" or other is None:
+            return known[of]
+        pair = (
+            activation_pair(recording, other, key, step, rank)
+            if own
+            else activation_pair(other, recording, key, step, rank)
+        )
+        found = [dict(tensors) for tensors in known[of]]
+        if pair is not None:
+            found[step][key] = pair[0 if own else 1]
+        return found
+
+    return steps
+
+
+def steps_of_rank(recording: Recording, rank: int) -> Steps:
+    """Return a rank's parameters, gradients, deltas and loss of all steps, as it has them."""
+
+    def seen(step: int, kind: str) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for name, by_rank in recording.entries(step, kind).items():
+            own = [whole.sketch for whole in wholes(by_rank) if rank in whole.ranks]
+            tensors.update({name: sketch for sketch in own})
+        return tensors
+
+    start = {("parameters", name): sketch for name, sketch in seen(1, "before").items()}
+    start |= {("buffers", name): sketch for name, sketch in seen(1, "buffers_before").items()}
+    steps = [start]
+    for step in range(1, recording.steps + 1):
+        before, after = seen(step, "before"), seen(step, "parameters")
+        tensors = {("gradients", name): sketch for name, sketch in reversed(seen(step, "gradients").items())}
+        tensors |= {("parameters", name): sketch for name, sketch in after.items()}
+        tensors |= {("deltas", name): after[name] - before[name] for name in after}
+        tensors |= {("buffers", name): sketch for name, sketch in seen(step, "buffers").items()}
+        loss = losses_of(recording, step, CONVENTIONS[0])
+        if loss is not None:
+            tensors[LOSS] = torch.tensor(loss, dtype=torch.float64)
+        steps.append(tensors)
+    return steps
+
+
+def activation_pair(
+    actual: Recording, reference: Recording, key: tuple[str, str], step: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return an activation of a rank's samples in both runs, side by side, None if none is in both."""
+    ours = activations_of(actual, step, keys_of(actual, step)).get(key, [])
+    theirs = activations_of(reference, step, keys_of(reference, step)).get(key, [])
+    known = {name: row for rows in theirs for name, row in zip(rows.keys, rows.samples, strict=False)}
+    pairs = [
+        (row, known[name])
+        for rows in ours
+        if rank in rows.ranks
+        for name, row in zip(rows.keys, rows.samples, strict=False)
+        if name in known
+    ]
+    if not pairs:
+        return None
+    width = min(min(len(one), len(other)) for one, other in pairs)
+    one, other = (fold(torch.stack(rows), width).flatten() for rows in zip(*pairs, strict=True))
+    return one, other
+
+
+def describe_ranks(recording: Recording, first: Finding) -> list[dict]:
+    """Return for each rank what Evidence.metadata holds, as far as a recording tells."""
+    replicas = recording.replicas
+    step = max(1, first.step)
+    optimizer, group = rates_of(recording.of_step(step)[:1]).get(first.name, ("", {}))
+    plain = optimizer == "SGD" and not any(group.get(key) for key in ("momentum", "weight_decay", "maximize"))
+    degree = max(replicas) + 1
+    return [
+        {
+            "rank": rank,
+            "world_size": recording.world_size,
+            "dp_degree": degree,
+            "dp_rank": replica,
+            "tp_degree": recording.world_size // degree,
+            "tp_rank": replicas[:rank].count(replica),
+            "learning_rate": group.get("lr"),
+            "optimizer": "SGD" if plain else optimizer,
+            "microbatches": len(recording.of_step(step)[rank]["losses"]) or 1,
+        }
+        for rank, replica in enumerate(replicas)
+    ]
+
+
+# ---------------------------------------------------------------- hypotheses
+
+
+def not_finite(first: Finding, reference: Recording | None, actual: Recording) -> str | None:
+    """NaN or infinity appears here first."""
+    kind = "before" if first.step == 0 and first.kind == "parameters" else first.kind
+    for title, recording in (("reference", reference), ("actual run", actual)):
+        if recording is None or kind not in ("before", "gradients", "parameters", "buffers"):
+            continue
+        by_rank = recording.entries(max(1, first.step), kind).get(first.name, {})
+        bad = [whole for whole in wholes(by_rank) if whole.not_finite]
+        if bad:
+            ranks = sorted({rank for whole in bad for rank in whole.ranks})
+            return (
+                f"the first value that is not finite in the {title} is in {first.kind} {first.name} of step "
+                f"{first.step}, on {numbered('rank', ranks)}: {bad[0].not_finite} elements; everything before is finite"
+            )
+    return None
+
+
+def other_samples(step: int, reference: Recording, actual: Recording) -> str | None:
+    """All ranks have the same batch, or it is that of another step."""
+
+    def samples(recording: Recording, step: int) -> Counter:
+        keys = keys_of(recording, step)
+        return Counter(key for rank in recording.first_ranks for call in keys[rank] for key in call)
+
+    expected, got = samples(reference, step), samples(actual, step)
+    total, ranks = sum(expected.values()), actual.world_size
+    if len(actual.first_ranks) == 1 < ranks and not got - expected:
+        return (
+            f"all {ranks} ranks have the same {sum(got.values())} of the reference's {total} samples: the same "
+            "batch on every rank"
+        )
+    for other in range(1, actual.steps + 1):
+        if other != step and (
+            samples(reference, other) == got or (other < step and samples(actual, other) == got)
+        ):
+            again = "again" if other < step else "too early"
+            return f"the samples of step {step} are those of step {other}, {again}"
+    same = sum((expected & got).values())
+    return (
+        f"{same} of the reference's {total} samples are there: shuffled by another seed, or other data"
+        if not same
+        else None
+    )
+
+
+def other_settings(step: int, name: str, reference: Recording, actual: Recording) -> str | None:
+    """The optimizer has other settings in this step: its class, learning rate, momentum, weight decay."""
+    ours = rates_of(actual.of_step(step)[:1]).get(name)
+    theirs = rates_of(reference.of_step(step)[:1]).get(name)
+    if ours is None or theirs is None:
+        return None
+    if ours[0] != theirs[0]:
+        return f"the optimizer of {name} is {ours[0]}, the reference's {theirs[0]}"
+    for key in theirs[1]:
+        one, other = theirs[1][key], ours[1].get(key)
+        if key in HOW or one == other:
+            continue
+        word = "learning rate" if key == "lr" else key
+        text = f"the {word} of {name} is {shown(other)} in step {step}, the reference's {shown(one)}"
+        for later in range(1, reference.steps + 1):
+            group = rates_of(reference.of_step(later)[:1]).get(name, ("", {}))[1]
+            if key == "lr" and later != step and group.get("lr") == other:
+                return f"{text}: it is the reference's of step {later}, is the scheduler advanced more than once a step?"
+        return text
+    return None
+
+
+def shown(value: object) -> str:
+    """Return a setting as it is written in a message."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def few_ranks(first: Finding, ranks: list[int], actual: Recording) -> str:
+    """Most ranks have the right tensor. A mistake in the plan would show on all of them."""
+    right = actual.world_size - len(ranks)
+    return (
+        f"{first.kind} {first.name} is wrong on {numbered('rank', ranks)} alone, and right on the other {right}: not "
+        "the plan, but something that happened there"
+    )
