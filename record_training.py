@@ -35,7 +35,7 @@ from training_recordings import environment
 from training_sketches import describe, describe_samples, sample_keys
 
 # What wrappers put into the names of modules and parameters.
-WRAPPERS = re.compile(r"^module\.|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
+WRAPPERS = re.compile(r"^module(\.|$)|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
 PARAMETRIZED = re.compile(r"\bparametrizations\.(\w+)\.original\d*$")
 
 
@@ -385,7 +385,8 @@ def _describe_optimizer(optimizer: torch.optim.Optimizer, named: dict[str, torch
     for group in optimizer.param_groups:
         settings = {key: _plain(value) for key, value in group.items() if key != "params"}
         groups.append({**settings, "names": [names[id(parameter)] for parameter in group["params"]]})
-    return {"class": type(optimizer).__name__, "groups": groups, "skipped": False}
+    known = (kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim."))
+    return {"class": next(known, None) or type(optimizer).__name__, "groups": groups, "skipped": False}
 
 
 def _plain(value: object) -> object:

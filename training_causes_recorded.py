@@ -6,6 +6,7 @@ they are tried, the evidence that they look at, and the hypotheses that only rec
 samples, buffers and the optimizer's settings.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -16,13 +17,14 @@ import training_causes_forward as forward
 import training_causes_general as general
 from training_divergence import CONVENTIONS, activations_of, keys_of, losses_of, rates_of, unit_of
 from training_evidence import Evidence, numbered
-from training_recordings import Recording, wholes
+from training_recordings import Recording, Whole, wholes
 from training_records import LOSS, Finding, Steps
 from training_sketches import fold
 
 START = [forward.other_start, general.scaled_by_own_factors, general.scaled]
 FACTORS = [general.scaled_by_own_factors, general.scaled]
 GRADIENTS = [
+    backward.no_gradient,
     backward.not_reduced,
     backward.not_reduced_and_scaled,
     backward.ranks_disagree,
@@ -55,11 +57,12 @@ def cause_of_recordings(
     if reference and first.kind == "inputs":
         return other_samples(first.step, reference, actual)
     if reference and first.kind == "parameters" and first.step:
-        cause = other_settings(first.step, first.name, reference, actual)
+        cause = other_settings(first.step, first.name, ranks[0], reference, actual)
         if cause:
             return cause
-    if len(ranks) < actual.world_size / 2 and first.kind != "activations":
-        return few_ranks(first, ranks, actual)
+    for hypothesis in (other_type, shards, narrow_values) if reference else ():
+        if cause := hypothesis(first, ranks, reference, actual):
+            return cause
     evidence = Evidence(
         first.step,
         first.kind,
@@ -77,6 +80,8 @@ def cause_of_recordings(
     for hypothesis in hypotheses:
         if cause := hypothesis(evidence):
             return cause
+    if first.step and len(ranks) < actual.world_size / 2 and first.kind != "activations":
+        return few_ranks(first, ranks, actual)
     return None
 
 
@@ -215,6 +220,8 @@ def other_samples(step: int, reference: Recording, actual: Recording) -> str | N
             f"all {ranks} ranks have the same {sum(got.values())} of the reference's {total} samples: the same "
             "batch on every rank"
         )
+    if got == expected + expected:
+        return f"each of the {total} samples is there twice: the model ran twice in this step"
     for other in range(1, actual.steps + 1):
         if other != step and (
             samples(reference, other) == got or (other < step and samples(actual, other) == got)
@@ -229,9 +236,9 @@ def other_samples(step: int, reference: Recording, actual: Recording) -> str | N
     )
 
 
-def other_settings(step: int, name: str, reference: Recording, actual: Recording) -> str | None:
+def other_settings(step: int, name: str, rank: int, reference: Recording, actual: Recording) -> str | None:
     """The optimizer has other settings in this step: its class, learning rate, momentum, weight decay."""
-    ours = rates_of(actual.of_step(step)[:1]).get(name)
+    ours = rates_of(actual.of_step(step)[rank : rank + 1]).get(name)
     theirs = rates_of(reference.of_step(step)[:1]).get(name)
     if ours is None or theirs is None:
         return None
@@ -254,6 +261,82 @@ def other_settings(step: int, name: str, reference: Recording, actual: Recording
 def shown(value: object) -> str:
     """Return a setting as it is written in a message."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def other_type(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """It is of a narrower type than in the reference."""
+    found = re.match(r": its type is (bfloat16|float16), expected (float32|float64)", first.message)
+    if not found:
+        return None
+    return (
+        f"{first.kind} {first.name} is of type {found[1]}, the reference's of type {found[2]}: computed in "
+        f"{found[1]}, such as under autocast"
+    )
+
+
+def pairs_of(
+    first: Finding, ranks: list[int], reference: Recording, actual: Recording
+) -> tuple[dict[int, dict], Whole, Whole] | None:
+    """Return what each rank recorded of the first tensor, and it as a whole in the actual run and the reference."""
+    kind = {"parameters": "parameters" if first.step else "before", "gradients": "gradients"}.get(first.kind)
+    if kind is None:
+        return None
+    theirs = reference.entries(max(1, first.step), kind).get(first.name)
+    ours = actual.entries(max(1, first.step), kind).get(first.name)
+    if not theirs or not ours:
+        return None
+    own = next(whole for whole in wholes(ours) if ranks[0] in whole.ranks)
+    return ours, own, wholes(theirs)[0]
+
+
+def shards(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """A shard is zero, all ranks have the same one, or the reference's values are in other places.
+
+    Which values a shard holds, wherever they are, its counts by magnitude tell.
+    """
+    if (pair := pairs_of(first, ranks, reference, actual)) is None:
+        return None
+    ours, own, expected = pair
+    what = f"{first.kind} {first.name}"
+    parts = {rank: ours[rank] for rank in own.ranks}
+    if len(parts) > 1:
+        zero = [rank for rank, part in parts.items() if part["elements"] and not part["largest"]]
+        if zero and len(zero) < len(parts) and expected.zeros < expected.elements / 2:
+            return f"the shard of {what} on {numbered('rank', zero)} is zero: it was never filled"
+        values = {values_of(part["largest"], part["magnitudes"], part["zeros"]) for part in parts.values()}
+        if len(values) == 1 and own.elements >= 16 * len(parts):
+            return (
+                f"the {len(parts)} shards of {what} have as many values of each magnitude and the same largest one, "
+                f"{own.largest:.6g}: every rank holds the same shard"
+            )
+    if expected.elements >= 64 and values_of(own.largest, own.magnitudes, own.zeros) == values_of(
+        expected.largest, expected.magnitudes, expected.zeros
+    ):
+        return (
+            f"{what} has as many values of each magnitude as the reference, and the same largest one, "
+            f"{own.largest:.6g}, in other places: shards gathered or cut in the wrong order, or transposed"
+        )
+    return None
+
+
+def values_of(largest: float, magnitudes: torch.Tensor, zeros: int) -> tuple:
+    """Return what tells values, wherever they are."""
+    return (largest, zeros, *magnitudes.tolist())
+
+
+def narrow_values(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """All values are exact in bfloat16, and most of the reference's are not."""
+    if (pair := pairs_of(first, ranks, reference, actual)) is None:
+        return None
+    _, own, expected = pair
+    share = (expected.bfloat16_exact - expected.zeros) / max(1, expected.elements - expected.zeros)
+    count = own.elements - own.zeros
+    if own.dtype == torch.bfloat16 or count < 16 or own.bfloat16_exact < own.elements or share >= 0.5:
+        return None
+    return (
+        f"{first.kind} {first.name}: all {count} values are exact in bfloat16, of the reference's {share:.1%}: computed "
+        "or reduced in bfloat16"
+    )
 
 
 def few_ranks(first: Finding, ranks: list[int], actual: Recording) -> str:

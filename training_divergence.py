@@ -193,6 +193,9 @@ def compare_samples(
         for recording, keys in zip(recordings, (reference, actual), strict=True)
     ]
     counts = [Counter(keys) for keys in lists]
+    if not all(counts):
+        found.note("calls of the model were not seen in one of the runs: samples are not compared")
+        return True
     if any(key[0] == "call" for key in (*counts[0], *counts[1])):
         found.note("the models are called without a tensor of samples: activations are compared call by call")
         return True
@@ -213,21 +216,26 @@ def compare_activations(
     step: int,
     reference: dict[Key, list[Rows]],
     actual: dict[Key, list[Rows]],
+    same_layout: bool,
     drift: "Drift",
     unit: float,
     norm_eps: float,
     found: Divergence,
 ) -> None:
-    """Compare the activations of modules that both runs have, sample by sample."""
+    """Compare the activations of modules that both runs have, sample by sample.
+
+    same_layout: ranks have the same places in both runs.
+    """
     for key, rows in actual.items():
         if key not in reference:
             continue
-        known = {name: (other, i) for other in reference[key] for i, name in enumerate(other.keys)}
         by_group = defaultdict(list)
         for row in rows:
             by_group[row.ranks].append(row)
         for ranks, of_ranks in by_group.items():
-            result = judge_rows(of_ranks, reference[key], known, key[1], drift, unit, norm_eps)
+            # A plain tensor may be a shard: with the same ranks in both runs, a rank's own is the one to match.
+            own = [row for row in reference[key] if same_layout and row.ranks == ranks] or reference[key]
+            result = judge_rows(of_ranks, own, key[1], drift, unit, norm_eps)
             if result is None:
                 found.note(f"{key[1]}: its output has another shape in each run, not compared")
             else:
@@ -239,13 +247,7 @@ def compare_activations(
 
 
 def judge_rows(
-    rows: list[Rows],
-    references: list[Rows],
-    known: dict,
-    name: str,
-    drift: "Drift",
-    unit: float,
-    norm_eps: float,
+    rows: list[Rows], references: list[Rows], name: str, drift: "Drift", unit: float, norm_eps: float
 ) -> Result | None:
     """Judge an activation of one rank, of all its calls; None if the shapes do not allow it."""
     first, other = rows[0], references[0]
@@ -265,6 +267,10 @@ def judge_rows(
             return judge(difference, norm, eps, drift.of_activation(name, first.shape, norm), norm_eps)
     if first.shape[1:] != other.shape[1:] or len(first.samples) != len(first.keys):
         return None
+    known: dict = {}
+    for other in references:
+        for place, key in enumerate(other.keys):
+            known.setdefault(key, (other, place))
     square, norm_square, size = 0.0, 0.0, 0
     for row in rows:
         for i, key in enumerate(row.keys):
@@ -388,6 +394,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
     unit = unit_of(reference, actual)
     found, drift, losses = Divergence(actual.world_size, actual.steps), Drift(), []
     checks = [check_recording("actual", actual, unit), check_recording("reference", reference, unit)]
+    same_layout = reference.replicas == actual.replicas
     compare_start(reference, actual, found)
     conventions = choose_conventions(reference, actual, norm_eps * max(unit, 2.0**-23))
     say_conventions(conventions, found)
@@ -395,7 +402,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         keys = keys_of(reference, step), keys_of(actual, step)
         compare_samples(step, *keys, (reference, actual), found)
         activations = activations_of(reference, step, keys[0]), activations_of(actual, step, keys[1])
-        compare_activations(step, *activations, drift, unit, norm_eps, found)
+        compare_activations(step, *activations, same_layout, drift, unit, norm_eps, found)
         losses.append(compare_losses(step, reference, actual, conventions, unit, norm_eps, found))
         compare_gradients(step, reference, actual, unit, norm_eps, found)
         compare_parameters(step, reference, actual, unit, norm_eps, drift, found)

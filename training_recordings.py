@@ -178,6 +178,8 @@ class Whole(NamedTuple):
     largest: float
     magnitudes: torch.Tensor  # see training_sketches.count
     zeros: int
+    bfloat16_exact: int  # elements that bfloat16 can hold, of all
+    elements: int
 
     @property
     def norm(self) -> float:
@@ -205,6 +207,8 @@ def wholes(by_rank: dict[int, dict]) -> list[Whole]:
             max(shard["largest"] for shard in shards),
             sum(shard["magnitudes"].long() for shard in shards),
             sum(shard["zeros"] for shard in shards),
+            sum(shard["bfloat16_exact"] for shard in shards),
+            sum(shard["elements"] for shard in shards),
         )
     return list(found.values())
 

@@ -300,7 +300,7 @@ def describe_samples(tensor: torch.Tensor, samples: int | None) -> dict | None:
     column = offset[-1] if local.dim() > 1 else 0
     finite = _finite(matrices)
     return {
-        "samples": sketch_matrices(finite, row, column, sample_width(len(matrices))),
+        "samples": fold(sketch_matrices(finite, row, column, SAMPLE_WIDTH), sample_width(len(matrices))),
         "per_sample": per_sample,
         "sketch": None if len(local) == samples else sketch(_finite(local), shape, offset),
         "shape": tuple(shape),
