@@ -44,6 +44,7 @@ def summarize(outcome: Outcome, runs: Runs, tolerance: Tolerance, cause: str | N
         "world_size": actual.world_size,
         "steps": actual.metadata["steps"],
         "notes": getattr(outcome.comparison, "notes", []),
+        "path": getattr(outcome.comparison, "path", []),
         "reference": describe_run(runs["reference"]),
         "actual": describe_run(actual),
         "oracle": describe_run(runs["oracle"]),

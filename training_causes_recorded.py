@@ -9,19 +9,19 @@ samples, buffers and the optimizer's settings.
 import re
 from collections import Counter
 from collections.abc import Callable
+from math import prod
 
 import torch
 
 import training_causes_backward as backward
-import training_causes_forward as forward
 import training_causes_general as general
 from training_divergence import CONVENTIONS, activations_of, keys_of, losses_of, rates_of, unit_of
-from training_evidence import Evidence, numbered
+from training_evidence import MAX_UNEXPLAINED, SAME_FACTOR, Evidence, numbered
 from training_recordings import Recording, Whole, wholes
 from training_records import LOSS, Finding, Steps
-from training_sketches import fold
+from training_sketches import NOT_FINITE_KEY, fold
+from training_tolerance import factor
 
-START = [forward.other_start, general.scaled_by_own_factors, general.scaled]
 FACTORS = [general.scaled_by_own_factors, general.scaled]
 GRADIENTS = [
     backward.no_gradient,
@@ -40,6 +40,7 @@ UPDATES = [
     backward.momentum,
     backward.weight_decay,
 ]
+LOSS_EPS = 64  # relative difference in eps of float32 up to which two losses are the same number
 # Settings of an optimizer that change how it computes, not what.
 HOW = {"names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay"}
 
@@ -54,13 +55,7 @@ def cause_of_recordings(
     key = (first.kind, first.name)
     if cause := not_finite(first, reference, actual):
         return cause
-    if reference and first.kind == "inputs":
-        return other_samples(first.step, reference, actual)
-    if reference and first.kind == "parameters" and first.step:
-        cause = other_settings(first.step, first.name, ranks[0], reference, actual)
-        if cause:
-            return cause
-    for hypothesis in (other_type, shards, narrow_values) if reference else ():
+    for hypothesis in RECORDED if reference else ():
         if cause := hypothesis(first, ranks, reference, actual):
             return cause
     evidence = Evidence(
@@ -75,7 +70,9 @@ def cause_of_recordings(
         unit_of(reference or actual, actual),
     )
     hypotheses = (
-        START if first.step == 0 else {"gradients": GRADIENTS, "parameters": UPDATES}.get(first.kind, FACTORS)
+        FACTORS
+        if first.step == 0
+        else {"gradients": GRADIENTS, "parameters": UPDATES}.get(first.kind, FACTORS)
     )
     for hypothesis in hypotheses:
         if cause := hypothesis(evidence):
@@ -206,56 +203,93 @@ def not_finite(first: Finding, reference: Recording | None, actual: Recording) -
     return None
 
 
-def other_samples(step: int, reference: Recording, actual: Recording) -> str | None:
+def samples_of_own(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """Ranks that have the same samples in the reference have different ones here."""
+    if first.kind not in ("inputs", "activations") or reference.world_size != actual.world_size:
+        return None
+    for replica in range(max(reference.replicas) + 1):
+        together = [rank for rank, of_rank in enumerate(reference.replicas) if of_rank == replica]
+        if len({actual.replicas[rank] for rank in together}) > 1:
+            return (
+                f"{numbered('rank', together)} have the same samples in the reference, and different ones here: samples "
+                "chosen by the rank, not by the data-parallel replica"
+            )
+    return None
+
+
+def other_samples(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
     """All ranks have the same batch, or it is that of another step."""
+    if first.kind != "inputs":
+        return None
+    step = first.step
 
     def samples(recording: Recording, step: int) -> Counter:
         keys = keys_of(recording, step)
         return Counter(key for rank in recording.first_ranks for call in keys[rank] for key in call)
 
     expected, got = samples(reference, step), samples(actual, step)
-    total, ranks = sum(expected.values()), actual.world_size
-    if len(actual.first_ranks) == 1 < ranks and not got - expected:
+    total, world = sum(expected.values()), actual.world_size
+    if len(actual.first_ranks) == 1 < world and not got - expected:
         return (
-            f"all {ranks} ranks have the same {sum(got.values())} of the reference's {total} samples: the same "
+            f"all {world} ranks have the same {sum(got.values())} of the reference's {total} samples: the same "
             "batch on every rank"
         )
     if got == expected + expected:
         return f"each of the {total} samples is there twice: the model ran twice in this step"
+    broken = sum(count for key, count in got.items() if max(map(abs, key)) >= NOT_FINITE_KEY)
+    if broken and not any(max(map(abs, key)) >= NOT_FINITE_KEY for key in expected):
+        return f"{broken} of the {sum(got.values())} samples hold values that are not finite"
+    twice = [key for key, count in got.items() if count > expected[key] > 0]
+    if twice and expected - got and not got.keys() - expected.keys():
+        return (
+            f"{len(twice)} of the reference's {total} samples are on two ranks or more, and {len(expected - got)} on "
+            "none: slices overlap"
+        )
     for other in range(1, actual.steps + 1):
         if other != step and (
             samples(reference, other) == got or (other < step and samples(actual, other) == got)
         ):
             again = "again" if other < step else "too early"
             return f"the samples of step {step} are those of step {other}, {again}"
-    same = sum((expected & got).values())
-    return (
-        f"{same} of the reference's {total} samples are there: shuffled by another seed, or other data"
-        if not same
-        else None
-    )
+    if not expected & got:
+        return f"none of the reference's {total} samples is there: shuffled by another seed, or other data"
+    return None
 
 
-def other_settings(step: int, name: str, rank: int, reference: Recording, actual: Recording) -> str | None:
+def other_settings(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
     """The optimizer has other settings in this step: its class, learning rate, momentum, weight decay."""
-    ours = rates_of(actual.of_step(step)[rank : rank + 1]).get(name)
+    step, name = first.step, first.name
+    ours = rates_of(actual.of_step(step)[ranks[0] : ranks[0] + 1]).get(name)
     theirs = rates_of(reference.of_step(step)[:1]).get(name)
-    if ours is None or theirs is None:
+    if first.kind != "parameters" or not step or ours is None or theirs is None:
         return None
+    where = f" on {numbered('rank', ranks)}" if len(ranks) < actual.world_size else ""
     if ours[0] != theirs[0]:
-        return f"the optimizer of {name} is {ours[0]}, the reference's {theirs[0]}"
+        return f"the optimizer of {name}{where} is {ours[0]}, the reference's {theirs[0]}"
     for key in theirs[1]:
         one, other = theirs[1][key], ours[1].get(key)
         if key in HOW or one == other:
             continue
-        word = "learning rate" if key == "lr" else key
-        text = f"the {word} of {name} is {shown(other)} in step {step}, the reference's {shown(one)}"
-        for later in range(1, reference.steps + 1):
-            group = rates_of(reference.of_step(later)[:1]).get(name, ("", {}))[1]
-            if key == "lr" and later != step and group.get("lr") == other:
-                return f"{text}: it is the reference's of step {later}, is the scheduler advanced more than once a step?"
-        return text
+        word = "learning rate" if key == "lr" else key.replace("_", " ")
+        text = f"the {word} of {name}{where} is {shown(other)} in step {step}, the reference's {shown(one)}"
+        return text + (reason_for_rate(one, other, first, reference, actual) if key == "lr" else "")
     return None
+
+
+def reason_for_rate(
+    expected: float, rate: float, first: Finding, reference: Recording, actual: Recording
+) -> str:
+    """Return why a learning rate may be another than expected, with a colon before it; nothing if unknown."""
+    world = actual.world_size
+    if world > 1 and abs(rate - world * expected) <= 1e-6 * abs(rate):
+        return f": scaled by the world size {world}"
+    for step in range(1, reference.steps + 1):
+        settings = rates_of(reference.of_step(step)[:1]).get(first.name, ("", {}))[1]
+        if step > first.step and settings.get("lr") == rate:
+            return f": it is the reference's of step {step}, the scheduler is advanced more than once a step"
+        if step < first.step and settings.get("lr") == rate:
+            return f": it is the reference's of step {step}, the scheduler is not advanced"
+    return ""
 
 
 def shown(value: object) -> str:
@@ -287,6 +321,76 @@ def pairs_of(
         return None
     own = next(whole for whole in wholes(ours) if ranks[0] in whole.ranks)
     return ours, own, wholes(theirs)[0]
+
+
+def other_start(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """Before training, the tensor or some of its shards hold other random values of the same spread."""
+    pair = pairs_of(first, ranks, reference, actual) if first.step == 0 else None
+    if pair is None:
+        return None
+    ours, own, expected = pair
+    parts = [(ranks, own.sketch, expected.sketch)]
+    if (of_shards := shards_of(first, ours, reference)) and len(own.ranks) > 1:
+        parts = [([rank], *sketches) for rank, sketches in of_shards.items()]
+    different, cosines = [], []
+    for of_ranks, one, other in parts:
+        if torch.equal(one, other):
+            continue
+        cosine = (one.dot(other) / (one.norm() * other.norm()).clamp(min=1e-300)).item()
+        spread = (one.norm() / other.norm().clamp(min=1e-300)).item()
+        # The cosine of two independent sketches is of the size of 1 / sqrt(their numbers).
+        bound = min(0.5, 4 / min(expected.elements / len(parts), len(one)) ** 0.5)
+        if abs(cosine) >= bound or not 0.8 < spread < 1.25:
+            return None
+        different += of_ranks
+        cosines.append(cosine)
+    if not different or expected.elements < 64:
+        return None
+    everyone = len(different) == actual.world_size and len(parts) == 1
+    who = "every rank" if everyone else numbered("rank", different)
+    if everyone:
+        why = "another seed, or a broadcast from a rank that has one"
+    else:
+        why = "another seed there, and no broadcast"
+    return (
+        f"{who} start{'s' if everyone or len(different) == 1 else ''} from other values of {first.name} (correlation "
+        f"{max(cosines, key=abs):.2f} with the expected, the same spread): {why}"
+    )
+
+
+def shards_of(
+    first: Finding, ours: dict[int, dict], reference: Recording
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return by rank the sketch of its shard in both runs; nothing unless both cut the tensor alike."""
+    kind = {"parameters": "parameters" if first.step else "before"}.get(first.kind, first.kind)
+    theirs = reference.entries(max(1, first.step), kind)[first.name]
+    layout = [
+        {rank: (entry["mesh"], entry["ranks"], entry["placements"]) for rank, entry in run.items()}
+        for run in (ours, theirs)
+    ]
+    if layout[0] != layout[1]:
+        return {}
+    return {rank: (ours[rank]["sketch"], theirs[rank]["sketch"]) for rank in ours}
+
+
+def shards_scaled(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """Each shard has a factor of its own."""
+    pair = pairs_of(first, ranks, reference, actual) if first.step else None
+    if pair is None or len(pair[1].ranks) < 2:
+        return None
+    factors, rest, difference = [], 0.0, 0.0
+    for one, other in shards_of(first, pair[0], reference).values():
+        if not other.any():
+            return None
+        factors.append(factor(one, other))
+        rest += (one - factors[-1] * other).square().sum().item()
+        difference += (one - other).square().sum().item()
+    if not factors or max(factors) - min(factors) <= SAME_FACTOR or rest > MAX_UNEXPLAINED**2 * difference:
+        return None
+    return (
+        f"each of the {len(factors)} shards of {first.kind} {first.name} is the reference's times a factor of its own, "
+        f"{min(factors):.4g} to {max(factors):.4g}: scaled by a norm of the local shard"
+    )
 
 
 def shards(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
@@ -337,6 +441,101 @@ def narrow_values(first: Finding, ranks: list[int], reference: Recording, actual
         f"{first.kind} {first.name}: all {count} values are exact in bfloat16, of the reference's {share:.1%}: computed "
         "or reduced in bfloat16"
     )
+
+
+def sum_of_ranks(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The ranks of a replica have the same samples and each a part of the output."""
+    key = (first.kind, first.name)
+    if first.kind != "activations":
+        return None
+    replica = [rank for rank, number in enumerate(actual.replicas) if number == actual.replicas[ranks[0]]]
+    pairs = [activation_pair(actual, reference, key, first.step, rank) for rank in replica]
+    if len(replica) < 2 or None in pairs:
+        return None
+    total, expected = sum(one for one, _ in pairs), pairs[0][1]
+    unexplained = ((total - expected).norm() / (pairs[0][0] - expected).norm()).item()
+    if not unexplained <= MAX_UNEXPLAINED:
+        return None
+    return (
+        f"{first.kind} {first.name}: the sum over the {len(replica)} tensor-parallel ranks is the reference but for "
+        f"{unexplained:.0e} of the difference: not reduced"
+    )
+
+
+def loss_factor(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The loss is a known multiple of the reference's, exactly: a sum, a scale."""
+    if first.kind != "losses":
+        return None
+    one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
+    if not one or not other:
+        return None
+    ratio, known = other / one, []
+    outputs = [entry["shape"] for entry in actual.of_step(first.step)[0]["activations"][-1:]]
+    for shape in outputs:
+        elements, samples = prod(shape), shape[0]
+        known += [
+            (elements, f"summed over the {elements} elements of the output instead of averaged"),
+            (
+                elements // shape[-1],
+                f"summed over the {elements // shape[-1]} rows of the output instead of averaged",
+            ),
+            (samples, f"summed over the {samples} samples instead of averaged"),
+        ]
+    known += [(2.0**power, f"a loss scale of {2**power} that was not removed") for power in range(4, 33)]
+    for value, text in known:
+        if value > 1 and abs(ratio / value - 1) <= LOSS_EPS * 2.0**-23:
+            return f"the loss is {ratio:.7g} times the reference's: {text}"
+    return None
+
+
+def weighted_equally(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """Ranks have different numbers of samples, and their means count the same."""
+    if first.kind != "losses":
+        return None
+    records, sizes, losses = actual.of_step(first.step), [], []
+    for rank in actual.first_ranks:
+        calls = [keys for keys in records[rank]["calls"] if keys is not None]
+        if len(calls) != len(records[rank]["losses"]):
+            return None
+        sizes += map(len, calls)
+        losses += records[rank]["losses"]
+    expected = losses_of(reference, first.step, CONVENTIONS[0])
+    if len(set(sizes)) < 2 or not expected:
+        return None
+    mean = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+    if abs(mean / expected - 1) > LOSS_EPS * 2.0**-23:
+        return None
+    return (
+        f"ranks or microbatches have uneven numbers of samples, {min(sizes)} to {max(sizes)}, and their losses count "
+        f"the same: weighted by the samples the loss is {mean:.9g}, the reference's"
+    )
+
+
+def other_loss(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The outputs agree and the loss does not."""
+    if first.kind != "losses" or not actual.of_step(first.step)[0]["activations"]:
+        return None
+    one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
+    return (
+        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or the loss "
+        "function is another, or its mean is over something else (each rank's own tokens, not all)"
+    )
+
+
+RECORDED = [
+    samples_of_own,
+    other_samples,
+    other_type,
+    other_settings,
+    shards,
+    other_start,
+    shards_scaled,
+    narrow_values,
+    sum_of_ranks,
+    loss_factor,
+    weighted_equally,
+    other_loss,
+]
 
 
 def few_ranks(first: Finding, ranks: list[int], actual: Recording) -> str:

@@ -83,6 +83,22 @@ class Divergence:
         if text not in self.notes:
             self.notes.append(text)
 
+    @property
+    def path(self) -> list[dict]:
+        """The way through the model: of each activation and gradient, by step, the worst error in eps.
+
+        Activations are in the order of execution, gradients from the last layer to the first.
+        """
+        found = []
+        for kind in ("activations", "gradients"):
+            for key in [key for key in self.order if key[0] == kind]:
+                by_step = defaultdict(float)
+                for _, step, result in self.results[key]:
+                    by_step[step] = max(by_step[step], result.eps)
+                errors = [by_step.get(step) for step in range(1, len(self.scores[0]))]
+                found.append({"kind": kind, "name": key[1], "eps": errors})
+        return found
+
     def by_kind(self) -> dict[str, list[Result]]:
         """Return the results of each kind of tensor."""
         kinds = {kind: [] for kind in KINDS}

@@ -24,6 +24,7 @@ from training_common import is_dtensor
 WIDTH = 256  # buckets of the sketch of a parameter, a gradient or a buffer
 SAMPLES = 2048  # numbers for all samples of an activation together
 SAMPLE_WIDTH = 32  # buckets of the sketch of one sample, at most
+NOT_FINITE_KEY = 2.0**100  # a sample with a number of this size in its key holds NaN or infinity
 LINE = 4096  # a vector is a matrix with rows of this length
 COLUMNS = 1024  # columns that are worked on at a time: the buffers then stay in the cache
 ROWS, ROW_SHIFTS, COLUMN_SIGNS, COLUMN_SHIFTS = range(4)  # which hash
@@ -332,6 +333,10 @@ def sample_keys(tensors: list[torch.Tensor]) -> torch.Tensor | None:
         return None
     keys = torch.zeros(len(tensors[0]), 8, dtype=torch.float64)
     for place, tensor in enumerate(tensors):
-        values = tensor.reshape(len(tensor), 1, -1).double().nan_to_num()
+        values = (
+            tensor.reshape(len(tensor), 1, -1)
+            .double()
+            .nan_to_num(NOT_FINITE_KEY * 256, NOT_FINITE_KEY * 256, NOT_FINITE_KEY * 256)
+        )
         keys += sketch_matrices(values, place, 0, 8)
     return keys
