@@ -12,7 +12,7 @@ zero: see adaptive_allowance and allowed_of_parameters. RECORDING.md has the mea
 
 from collections import Counter, defaultdict
 from itertools import product
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from typing import NamedTuple
 
 import torch
@@ -319,20 +319,18 @@ class Drift:
         """Return what a module's own parameters allow of its output; of a container, its parts'.
 
         A bias, or a norm's weight, that differs by d changes each row of the output by d. A matrix changes
-        the output by about the share by which it differs itself; twice that is allowed.
+        the output by about the share by which it differs itself. Twice that is allowed: d and the error of
+        the output are both estimated, and the estimates are off by up to a third.
         """
         name = name.partition(" call ")[0]
-        rows, most = 1.0, 0.0
-        for size in shape[:-1]:
-            rows *= size
-        by_module = defaultdict(float)
+        rows = prod(shape[:-1])
+        by_module: dict[str, float] = defaultdict(float)
         for parameter, (difference, own_norm, dimensions) in self.measured.items():
             module = parameter.rpartition(".")[0]
             if name in (module, "(model)") or module.startswith(f"{name}."):
-                share = 2 * difference / own_norm * norm if own_norm else 0.0
-                by_module[module] += rows**0.5 * difference if dimensions < 2 else share
-        most = max(by_module.values(), default=0.0)
-        return most
+                share = difference / own_norm * norm if own_norm else 0.0
+                by_module[module] += 2 * (rows**0.5 * difference if dimensions < 2 else share)
+        return max(by_module.values(), default=0.0)
 
 
 def adaptive_allowance(gradient: Whole, rate: float, eps: float, floor: float) -> float:
