@@ -21,10 +21,10 @@ from datetime import UTC, datetime
 from math import inf, isfinite
 from pathlib import Path
 
-from training_causes_recorded import cause_of_recordings
 from training_common import InputError, make_parser, write_then_rename
 from training_comparison import Outcome, cause_of, compare_runs, ranks_of
-from training_divergence import compare_recordings
+from training_recorded_comparison import compare_recordings
+from training_recorded_diagnosis import cause_of_recordings
 from training_recordings import Recording, is_recording
 from training_records import KINDS, LAYOUT, SCHEMA, SHOWN, Run, check_same_job, ranges
 from training_tolerance import ELEMENT_EPS, NORM_EPS, Result, Tolerance
@@ -390,7 +390,8 @@ def compare_sketches(args: argparse.Namespace, tolerance: Tolerance) -> tuple[Ru
     actual = Recording(args.actual_dir)
     if args.world_size not in (None, actual.world_size):
         raise InputError(
-            f"--world-size is {args.world_size}, {args.actual_dir} is of {actual.world_size} ranks; leave it out"
+            f"--world-size is {args.world_size}, {args.actual_dir} is of {actual.world_size} ranks; leave it "
+            "out"
         )
     reference = args.reference_dir and Recording(args.reference_dir)
     outcome = compare_recordings(reference, actual, tolerance)

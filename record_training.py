@@ -70,7 +70,7 @@ class Names:
         order = {id(parameter): place for place, parameter in enumerate(trained)}
         found.sort(key=lambda top: min(order.get(id(p), len(order)) for p in top.parameters()))
         for top in found:
-            if any("FullyShardedDataParallel" == type(module).__name__ for module in top.modules()):
+            if any(type(module).__name__ == "FullyShardedDataParallel" for module in top.modules()):
                 raise InputError(
                     "the model is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters have no "
                     "names or shapes to compare; use fully_shard (FSDP2)"

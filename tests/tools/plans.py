@@ -92,7 +92,9 @@ def parallelize(model: nn.Module, plan: str) -> tuple[nn.Module, int, int]:
         of_tp = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         ways = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
         for block in model.blocks:
-            parallelize_module(block, of_tp["tp"], {**ways, "o": RowwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(
+                block, of_tp["tp"], {**ways, "o": RowwiseParallel(), "down": RowwiseParallel()}
+            )
         replicas, replica = of_tp["dp"].size(), of_tp["dp"].get_local_rank()
         mesh = of_tp["dp"] if plan == "tpfsdp" else None
     if mesh is not None:
@@ -101,32 +103,31 @@ def parallelize(model: nn.Module, plan: str) -> tuple[nn.Module, int, int]:
     return model, replicas, replica
 
 
-def build(mistake: str) -> Transformer:
+def build(mistake: str, seed: int) -> Transformer:
     """Return the model as every plan starts from it, or with a mistake in it."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Transformer()
     model.head.weight = model.words.weight
     if mistake == "untied":
         model.head.weight = nn.Parameter(model.words.weight.detach().clone())
-    if mistake == "buffer" and RANK == 1:
-        model.scale *= 1.01
     if mistake == "gelu":
         model.blocks[1].exact = "tanh"
     return model
 
 
-def run(plan: str, optimizer: str, mistake: str = "") -> None:
+def run(seed: int, plan: str, optimizer: str, mistake: str = "") -> None:
     """Train STEPS steps."""
-    model, replicas, replica = parallelize(build(mistake), plan)
-    if mistake == "buffer":
+    model, replicas, replica = parallelize(build(mistake, seed), plan)
+    if mistake == "buffer":  # DDP has made them equal when it wrapped the model
         model.broadcast_buffers = False
+        model.module.scale *= 1.01 if RANK == 1 else 1
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     if mistake == "rate":
         optimizer.param_groups[0]["lr"] *= 1.05
     if mistake == "decay":
         optimizer.param_groups[0]["weight_decay"] = 0.01
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1000 + seed)
     for _ in range(STEPS):
         words = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
         if plan == "robin":
@@ -154,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--runs", nargs="+", default=RUNS)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     for name in args.runs:
@@ -161,7 +163,7 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         options = {"steps": STEPS, "activations": "*", "full": [], "afterwards": "continue"}
         recorder = Recorder(argparse.Namespace(output_dir=directory, script=name, arguments=[], **options))
-        run(*name.split(":"))
+        run(args.seed, *name.split(":"))
         recorder.end_of_script()
     dist.destroy_process_group()
 
