@@ -207,7 +207,8 @@ def print_errors(summary: dict) -> None:
 
     def needed(rtol: float, norm_eps: float) -> str:
         # Above what was measured, so that rounding the figure does not take it below.
-        return f"--rtol {1.05 * rtol:.1e} --norm-eps {1.05 * norm_eps:.2g}"
+        by_norm = f"--norm-eps {1.05 * norm_eps:.2g}"
+        return by_norm if summary["path"] else f"--rtol {1.05 * rtol:.1e} {by_norm}"
 
     print(f"\n{'tensors':12}{'compared':>9}{'mismatched':>12}{'largest error':>16}   would pass with")
     for row in summary["kinds"]:
@@ -258,9 +259,14 @@ def print_first(summary: dict) -> None:
     ranks = f"rank{'s' if len(first['ranks']) > 1 else ''} {ranges(first['ranks'])}"
     step = f"step {first['step']}" if first["step"] else "step 0 (before training)"
     print(f"First in causal order: {ranks}, {step}, {first['kind']} {first['name']}{first['message']}")
+    if summary["path"] and first["check"] == "reference":
+        print("Everything before it agrees.")
     if first["check"] != "reference":
+        recorded = "learning_rate" not in summary["actual"]["metadata"]
         fix = '; another optimizer than plain SGD? Name it: save_results(..., optimizer="AdamW")'
-        print(f"Broken invariant: {first['check']}{fix if first['check'].startswith('sgd') else ''}")
+        print(
+            f"Broken invariant: {first['check']}{fix if first['check'].startswith('sgd') and not recorded else ''}"
+        )
     mismatched = sum(row["mismatched"] for row in summary["kinds"])
     compared = sum(row["compared"] for row in summary["kinds"])
     failed, ranks = len(summary["failed_ranks"]), summary["world_size"]

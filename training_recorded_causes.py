@@ -83,8 +83,8 @@ def samples_of_own(first: Finding, ranks: list[int], reference: Recording, actua
         together = [rank for rank, of_rank in enumerate(reference.replicas) if of_rank == replica]
         if len({actual.replicas[rank] for rank in together}) > 1:
             return (
-                f"{numbered('rank', together)} have the same samples in the reference, and different ones here: "
-                "samples chosen by the rank, not by the data-parallel replica"
+                f"{numbered('rank', together)} have the same samples in the reference, and different ones "
+                "here: samples chosen by the rank, not by the data-parallel replica"
             )
     return None
 
@@ -260,8 +260,8 @@ def shards_scaled(first: Finding, ranks: list[int], reference: Recording, actual
     if not factors or max(factors) - min(factors) <= SAME_FACTOR or rest > MAX_UNEXPLAINED**2 * difference:
         return None
     return (
-        f"each of the {len(factors)} shards of {first.kind} {first.name} is the reference's times a factor of its "
-        f"own, {min(factors):.4g} to {max(factors):.4g}: scaled by a norm of the local shard"
+        f"each of the {len(factors)} shards of {first.kind} {first.name} is the reference's times a factor "
+        f"of its own, {min(factors):.4g} to {max(factors):.4g}: scaled by a norm of the local shard"
     )
 
 
@@ -282,8 +282,8 @@ def shards(first: Finding, ranks: list[int], reference: Recording, actual: Recor
         values = {values_of(part["largest"], part["magnitudes"], part["zeros"]) for part in parts.values()}
         if len(values) == 1 and own.elements >= 16 * len(parts):
             return (
-                f"the {len(parts)} shards of {what} have as many values of each magnitude and the same largest "
-                f"one, {own.largest:.6g}: every rank holds the same shard"
+                f"the {len(parts)} shards of {what} have as many values of each magnitude and the same "
+                f"largest one, {own.largest:.6g}: every rank holds the same shard"
             )
     if expected.elements >= 64 and values_of(own.largest, own.magnitudes, own.zeros) == values_of(
         expected.largest, expected.magnitudes, expected.zeros
@@ -310,8 +310,8 @@ def narrow_values(first: Finding, ranks: list[int], reference: Recording, actual
     if own.dtype == torch.bfloat16 or count < 16 or own.bfloat16_exact < own.elements or share >= 0.5:
         return None
     return (
-        f"{first.kind} {first.name}: all {count} values are exact in bfloat16, of the reference's {share:.1%}: "
-        "computed or reduced in bfloat16"
+        f"{first.kind} {first.name}: all {count} values are exact in bfloat16, of the reference's "
+        f"{share:.1%}: computed or reduced in bfloat16"
     )
 
 
@@ -378,8 +378,8 @@ def weighted_equally(first: Finding, ranks: list[int], reference: Recording, act
     if abs(mean / expected - 1) > LOSS_EPS * 2.0**-23:
         return None
     return (
-        f"ranks or microbatches have uneven numbers of samples, {min(sizes)} to {max(sizes)}, and their losses "
-        f"count the same: weighted by the samples the loss is {mean:.9g}, the reference's"
+        f"ranks or microbatches have uneven numbers of samples, {min(sizes)} to {max(sizes)}, and their "
+        f"losses count the same: weighted by the samples the loss is {mean:.9g}, the reference's"
     )
 
 
@@ -389,8 +389,8 @@ def other_loss(first: Finding, ranks: list[int], reference: Recording, actual: R
         return None
     one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
     return (
-        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or the "
-        "loss function is another, or its mean is over something else (each rank's own tokens, not all)"
+        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or "
+        "the loss function is another, or its mean is over something else (each rank's own tokens, not all)"
     )
 
 
@@ -398,6 +398,6 @@ def few_ranks(first: Finding, ranks: list[int], actual: Recording) -> str:
     """Most ranks have the right tensor. A mistake in the plan would show on all of them."""
     right = actual.world_size - len(ranks)
     return (
-        f"{first.kind} {first.name} is wrong on {numbered('rank', ranks)} alone, and right on the other {right}: "
-        "not the plan, but something that happened there"
+        f"{first.kind} {first.name} is wrong on {numbered('rank', ranks)} alone, and right on the other "
+        f"{right}: not the plan, but something that happened there"
     )
