@@ -264,9 +264,8 @@ def print_first(summary: dict) -> None:
     if first["check"] != "reference":
         recorded = "learning_rate" not in summary["actual"]["metadata"]
         fix = '; another optimizer than plain SGD? Name it: save_results(..., optimizer="AdamW")'
-        print(
-            f"Broken invariant: {first['check']}{fix if first['check'].startswith('sgd') and not recorded else ''}"
-        )
+        of_sgd = first["check"].startswith("sgd") and not recorded
+        print(f"Broken invariant: {first['check']}{fix if of_sgd else ''}")
     mismatched = sum(row["mismatched"] for row in summary["kinds"])
     compared = sum(row["compared"] for row in summary["kinds"])
     failed, ranks = len(summary["failed_ranks"]), summary["world_size"]

@@ -75,6 +75,22 @@ def tied(first: Finding, ranks: list[int], reference: Recording, actual: Recordi
     return f"{names} are tied here, separate in the reference"
 
 
+def in_no_optimizer(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The optimizer does not hold the parameter."""
+    if first.kind not in ("gradients", "parameters") or not first.step:
+        return None
+    theirs, ours = (rates_of(run.of_step(first.step)[:1]).keys() for run in (reference, actual))
+    missing = sorted(theirs - ours)
+    if first.name not in missing:
+        return None
+    strange = sorted(ours - actual.entries(1, "before").keys() | ours - theirs)
+    other = f"; it holds {', '.join(strange[:3])}, which the reference's does not" if strange else ""
+    return (
+        f"no optimizer holds {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
+        f"({len(missing)} of {len(theirs)} parameters): not updated by the optimizer{other}"
+    )
+
+
 def samples_of_own(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
     """Ranks that have the same samples in the reference have different ones here."""
     if first.kind not in ("inputs", "activations") or reference.world_size != actual.world_size:

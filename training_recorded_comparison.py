@@ -277,7 +277,7 @@ def compare_parameters(
     floor = floor_of(expected_gradients)
     for name in theirs:
         expected, initial = wholes(theirs[name])[0], wholes(start[name])[0]
-        optimizer, group = settings[name]
+        optimizer, group = settings.get(name, ("", {}))
         if name in gradients and optimizer not in LINEAR:
             gradient = expected_gradients[name]
             drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor)

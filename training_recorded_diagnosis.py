@@ -20,6 +20,7 @@ from training_records import LOSS, Finding, Steps
 
 RECORDED = [
     recorded.tied,
+    recorded.in_no_optimizer,
     recorded.samples_of_own,
     recorded.other_samples,
     recorded.other_type,
