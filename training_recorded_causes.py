@@ -52,8 +52,8 @@ def not_finite(first: Finding, reference: Recording | None, actual: Recording) -
     for title, recording in (("reference", reference), ("actual run", actual)):
         if recording is None or kind not in ("before", "gradients", "parameters", "buffers"):
             continue
-        by_rank = recording.entries(max(1, first.step), kind).get(first.name, {})
-        bad = [whole for whole in wholes(by_rank) if whole.not_finite]
+        copies = recording.tensors(max(1, first.step), kind).get(first.name, [])
+        bad = [whole for whole in copies if whole.not_finite]
         if bad:
             ranks = sorted({rank for whole in bad for rank in whole.ranks})
             return (
@@ -83,7 +83,7 @@ def in_no_optimizer(first: Finding, ranks: list[int], reference: Recording, actu
     missing = sorted(theirs - ours)
     if first.name not in missing:
         return None
-    strange = sorted(ours - actual.entries(1, "before").keys() | ours - theirs)
+    strange = sorted(ours - actual.tensors(1, "before").keys() | ours - theirs)
     other = f"; it holds {', '.join(strange[:3])}, which the reference's does not" if strange else ""
     return (
         f"no optimizer holds {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "

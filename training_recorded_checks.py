@@ -3,7 +3,7 @@
 import torch
 
 from training_recorded_tolerance import judge_whole
-from training_recordings import Recording, Whole, rates_of, wholes
+from training_recordings import Recording, Whole, rates_of
 from training_records import Finding, Key, ranges
 from training_tolerance import NORM_EPS
 
@@ -39,8 +39,7 @@ def check_recording(run: str, recording: Recording, unit: float) -> Checks:
         nonzero = False
         for kind in ("gradients", "before", "parameters"):
             name_of_kind = "parameters" if kind == "before" else kind
-            for name, by_rank in recording.entries(step, kind).items():
-                copies = wholes(by_rank)
+            for name, copies in recording.tensors(step, kind).items():
                 nonzero |= kind == "gradients" and any(copy.largest for copy in copies)
                 key = (name_of_kind, name)
                 at = step - 1 if kind == "before" else step
@@ -48,7 +47,7 @@ def check_recording(run: str, recording: Recording, unit: float) -> Checks:
                     check_copies(checks, at, key, copies, unit)
         checks.checked["nonzero"] += 1
         if not nonzero:
-            name = next(iter(recording.entries(step, "parameters")))
+            name = next(iter(recording.tensors(step, "parameters")))
             ranks = tuple(range(recording.world_size))
             checks.fail(step, ("gradients", name), ranks, "nonzero", ": all gradients of this step are zero")
         check_sgd(checks, step, recording, unit)
@@ -73,12 +72,12 @@ def check_copies(checks: Checks, step: int, key: Key, copies: list[Whole], unit:
 def check_sgd(checks: Checks, step: int, recording: Recording, unit: float) -> None:
     """Check the updates of plain SGD: momentum adds what no single step tells."""
     settings = rates_of(recording.of_step(step)[:1])
-    kinds = [recording.entries(step, kind) for kind in ("gradients", "before", "parameters")]
+    kinds = [recording.tensors(step, kind) for kind in ("gradients", "before", "parameters")]
     skipped = any(optimizer["skipped"] for optimizer in recording.of_step(step)[0]["optimizers"])
     for name, (optimizer, group) in settings.items():
         if skipped or optimizer != "SGD" or group.get("momentum") or not all(name in kind for kind in kinds):
             continue
-        for gradient, before, after in zip(*(wholes(kind[name]) for kind in kinds), strict=True):
+        for gradient, before, after in zip(*(kind[name] for kind in kinds), strict=True):
             sign = -1 if group.get("maximize") else 1
             decay = group.get("weight_decay", 0) or 0
             expected = -group["lr"] * (sign * gradient.sketch + decay * before.sketch)

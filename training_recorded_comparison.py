@@ -21,7 +21,6 @@ from training_recordings import (
     losses_of,
     rates_of,
     unit_of,
-    wholes,
 )
 from training_records import LOSS, Finding, Key
 from training_tolerance import NORM_EPS, Result, Tolerance, mismatch
@@ -188,10 +187,10 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
 def compare_start(reference: Recording, actual: Recording, found: Divergence) -> None:
     """Compare parameters and buffers before training; the tolerance of a copy, 16 eps of their type."""
     for kind, name in (("buffers_before", "buffers"), ("before", "parameters")):
-        ours, theirs = actual.entries(1, kind), reference.entries(1, kind)
+        ours, theirs = actual.tensors(1, kind), reference.tensors(1, kind)
         for tensor in [tensor for tensor in theirs if tensor in ours]:
-            expected = wholes(theirs[tensor])[0]
-            for whole in wholes(ours[tensor]):
+            expected = theirs[tensor][0]
+            for whole in ours[tensor]:
                 found.add(0, (name, tensor), whole.ranks, judge_whole(whole, expected, 0.0))
     tied = reference.metadata["tied"], actual.metadata["tied"]
     ranks = tuple(range(actual.world_size))
@@ -242,8 +241,8 @@ def compare_gradients(
     step: int, reference: Recording, actual: Recording, unit: float, norm_eps: float, found: Divergence
 ) -> None:
     """Compare gradients from the last layer to the first. Those that are zero but for rounding pass."""
-    ours, theirs = actual.entries(step, "gradients"), reference.entries(step, "gradients")
-    expected = {name: wholes(by_rank)[0] for name, by_rank in theirs.items()}
+    ours, theirs = actual.tensors(step, "gradients"), reference.tensors(step, "gradients")
+    expected = {name: copies[0] for name, copies in theirs.items()}
     floor = floor_of(expected)
     everyone = tuple(range(actual.world_size))
     for name in reversed(list({**theirs, **ours})):
@@ -252,7 +251,7 @@ def compare_gradients(
             run = "actual" if name not in ours else "reference"
             found.add(step, key, everyone, mismatch(f": there is none in the {run} run"))
             continue
-        for whole in wholes(ours[name]):
+        for whole in ours[name]:
             if max(whole.largest, expected[name].largest) <= floor and not whole.not_finite:
                 text = "zero but for rounding in both runs, not compared"
                 found.add(step, key, whole.ranks, Result(True, message=text))
@@ -270,20 +269,20 @@ def compare_parameters(
     found: Divergence,
 ) -> None:
     """Compare parameters after a step, and keep for the next one by how much they differ."""
-    ours, theirs = actual.entries(step, "parameters"), reference.entries(step, "parameters")
-    start, gradients = reference.entries(1, "before"), reference.entries(step, "gradients")
+    ours, theirs = actual.tensors(step, "parameters"), reference.tensors(step, "parameters")
+    start, gradients = reference.tensors(1, "before"), reference.tensors(step, "gradients")
     settings = rates_of(reference.of_step(step)[:1])
-    expected_gradients = {name: wholes(by_rank)[0] for name, by_rank in gradients.items()}
+    expected_gradients = {name: copies[0] for name, copies in gradients.items()}
     floor = floor_of(expected_gradients)
     for name in theirs:
-        expected, initial = wholes(theirs[name])[0], wholes(start[name])[0]
+        expected, initial = theirs[name][0], start[name][0]
         optimizer, group = settings.get(name, ("", {}))
         if name in gradients and optimizer not in LINEAR:
             gradient = expected_gradients[name]
             drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor)
         more = NORM_EPS * unit * distance(expected, initial) + drift.allowed[name]
         differences = []
-        for whole in wholes(ours.get(name, {})):
+        for whole in ours.get(name, []):
             eps = torch.finfo(whole.dtype).eps
             result = judge_whole(whole, expected, eps, more, norm_eps)
             found.add(step, ("parameters", name), whole.ranks, result)
@@ -304,10 +303,10 @@ def compare_kind(
     found: Divergence,
 ) -> None:
     """Compare the tensors of a kind that both runs have."""
-    ours, theirs = actual.entries(step, kind), reference.entries(step, kind)
+    ours, theirs = actual.tensors(step, kind), reference.tensors(step, kind)
     for name in [name for name in theirs if name in ours]:
-        expected = wholes(theirs[name])[0]
-        for whole in wholes(ours[name]):
+        expected = theirs[name][0]
+        for whole in ours[name]:
             found.add(step, (kind, name), whole.ranks, judge_whole(whole, expected, unit, 0.0, norm_eps))
 
 
@@ -319,7 +318,7 @@ def check_same_model(reference: Recording, actual: Recording) -> None:
         )
     if reference.metadata["saved_at"] == actual.metadata["saved_at"]:
         raise InputError("the two directories hold the same run, one is a copy; give two runs")
-    theirs, ours = reference.entries(1, "before"), actual.entries(1, "before")
+    theirs, ours = reference.tensors(1, "before"), actual.tensors(1, "before")
     other_names = {
         name for run in (reference, actual) for names in run.metadata["tied"].values() for name in names
     }
@@ -331,7 +330,7 @@ def check_same_model(reference: Recording, actual: Recording) -> None:
             "an optimizer that holds other tensors"
         )
     for name in theirs.keys() & ours.keys():
-        shapes = [wholes(run[name])[0].shape for run in (theirs, ours)]
+        shapes = [run[name][0].shape for run in (theirs, ours)]
         if shapes[0] != shapes[1]:
             raise InputError(
                 f"parameter {name} is {shapes[0]} in the reference, {shapes[1]} in the actual run: a plain "

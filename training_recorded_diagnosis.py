@@ -15,7 +15,7 @@ import training_causes_general as general
 import training_recorded_causes as recorded
 from training_evidence import Evidence
 from training_recorded_causes import activation_pair
-from training_recordings import CONVENTIONS, Recording, losses_of, rates_of, unit_of, wholes
+from training_recordings import CONVENTIONS, Recording, losses_of, rates_of, unit_of
 from training_records import LOSS, Finding, Steps
 
 RECORDED = [
@@ -127,8 +127,8 @@ def steps_of_rank(recording: Recording, rank: int) -> Steps:
 
     def seen(step: int, kind: str) -> dict[str, torch.Tensor]:
         tensors = {}
-        for name, by_rank in recording.entries(step, kind).items():
-            for whole in wholes(by_rank):
+        for name, copies in recording.tensors(step, kind).items():
+            for whole in copies:
                 if rank in whole.ranks:
                     tensors[name] = whole.sketch
         return tensors

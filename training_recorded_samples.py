@@ -83,24 +83,21 @@ def judge_rows(
         # It does not depend on the samples, as position embeddings do not.
         difference, norm = (first.whole - other.whole).norm().item(), other.whole.norm().item()
         return judge(difference, norm, eps, drift.of_activation(name, first.shape, norm), norm_eps)
-    if first.shape[1:] != other.shape[1:] or len(first.samples) != len(first.keys):
+    countable = all(len(row.samples) == len(row.keys) for row in (*rows, *references))
+    if first.shape[1:] != other.shape[1:] or not countable:
         return None
-    known: dict = {}
-    for other in references:
-        for place, key in enumerate(other.keys):
-            known.setdefault(key, (other, place))
-    square, norm_square, size = 0.0, 0.0, 0
-    for row in rows:
-        for i, key in enumerate(row.keys):
-            if key in known:
-                one, place = known[key]
-                width = min(one.samples.shape[1], row.samples.shape[1])
-                expected = fold(one.samples[place : place + 1], width)
-                square += (fold(row.samples[i : i + 1], width) - expected).square().sum().item()
-                norm_square += expected.square().sum().item()
-                size += 1
+    width = min(row.samples.shape[1] for row in (*rows, *references))
+    theirs = torch.cat([fold(row.samples, width) for row in references])
+    place: dict = {}
+    for i, key in enumerate(key for row in references for key in row.keys):
+        place.setdefault(key, i)
+    ours = torch.cat([fold(row.samples, width) for row in rows])
+    pairs = [(i, place[key]) for i, key in enumerate(key for row in rows for key in row.keys) if key in place]
+    size = len(pairs)
     if not size:
         return None
-    norm = norm_square**0.5
+    own, other_places = (list(numbers) for numbers in zip(*pairs, strict=True))
+    expected = theirs[other_places]
+    difference, norm = (ours[own] - expected).norm().item(), expected.norm().item()
     shape = (size * first.shape[0] // max(1, len(first.keys)), *first.shape[1:])
-    return judge(square**0.5, norm, eps, drift.of_activation(name, shape, norm), norm_eps)
+    return judge(difference, norm, eps, drift.of_activation(name, shape, norm), norm_eps)

@@ -113,6 +113,7 @@ class Recording:
     def __init__(self, directory: Path) -> None:
         """Read them. Raises InputError if one is missing, of another run, or no recording."""
         self.directory = directory
+        self._tensors: dict[tuple[int, str], dict[str, list[Whole]]] = {}
         first = self._load(0)
         self.metadata = first["metadata"]
         self.world_size, self.steps = self.metadata["world_size"], self.metadata["steps"]
@@ -161,6 +162,13 @@ class Recording:
     def of_step(self, step: int) -> list[dict]:
         """Return what each rank recorded of a step, counted from 1."""
         return [content["steps"][step - 1] for content in self.contents]
+
+    def tensors(self, step: int, kind: str) -> dict[str, list["Whole"]]:
+        """Return each tensor of a kind as the ranks have it; see `wholes`."""
+        if (step, kind) not in self._tensors:
+            entries = self.entries(step, kind)
+            self._tensors[step, kind] = {name: wholes(by_rank) for name, by_rank in entries.items()}
+        return self._tensors[step, kind]
 
     def entries(self, step: int, kind: str) -> dict[str, dict[int, dict]]:
         """Return what was recorded of each tensor of a kind, by its name and by rank."""

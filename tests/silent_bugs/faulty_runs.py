@@ -62,6 +62,9 @@ def run(mode: str, seed: int, apply: Callable | None, compiled: bool, directory:
             patch(torch, "compile", lambda model, **options: model)
         if apply:
             apply(patch)
+        if directory.suffix == ".again":  # the first run's is enough
+            main()
+            return
         sketches = directory.with_name(f"{directory.name}.sketches")
         sketches.mkdir(parents=True, exist_ok=True)
         recorder = Recorder(

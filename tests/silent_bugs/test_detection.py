@@ -53,7 +53,18 @@ def make_bank(folder):
         done = launch(ranks, folder / "logs", script, "--output-dir", folder, "--repeat", 2, timeout=600)
         logs = "".join(path.read_text() for path in (folder / "logs").rglob("stderr.log"))
         assert done.status == 0, done.err + logs
-    options = "--device cpu --backend gloo --expected-world-size 1 --parallelism ddp --steps 3".split()
+    options = [
+        "--device",
+        "cpu",
+        "--backend",
+        "gloo",
+        "--expected-world-size",
+        "1",
+        "--parallelism",
+        "ddp",
+        "--steps",
+        "3",
+    ]
     script = [
         ROOT / "record_training.py",
         "--output-dir",
