@@ -171,7 +171,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         activations = activations_of(reference, step, keys[0]), activations_of(actual, step, keys[1])
         compare_activations(step, *activations, same_layout, drift, unit, norm_eps, found)
         losses.append(compare_losses(step, reference, actual, conventions, unit, norm_eps, found))
-        compare_gradients(step, reference, actual, unit, norm_eps, found)
+        compare_gradients(step, reference, actual, unit, norm_eps, drift, found)
         compare_parameters(step, reference, actual, unit, norm_eps, drift, found)
         compare_kind(step, "buffers", reference, actual, unit, norm_eps, found)
     if drift.explained and not found.findings:
@@ -238,7 +238,13 @@ def say_conventions(conventions: tuple, found: Divergence) -> None:
 
 
 def compare_gradients(
-    step: int, reference: Recording, actual: Recording, unit: float, norm_eps: float, found: Divergence
+    step: int,
+    reference: Recording,
+    actual: Recording,
+    unit: float,
+    norm_eps: float,
+    drift: Drift,
+    found: Divergence,
 ) -> None:
     """Compare gradients from the last layer to the first. Those that are zero but for rounding pass."""
     ours, theirs = actual.tensors(step, "gradients"), reference.tensors(step, "gradients")
@@ -256,7 +262,8 @@ def compare_gradients(
                 text = "zero but for rounding in both runs, not compared"
                 found.add(step, key, whole.ranks, Result(True, message=text))
             else:
-                found.add(step, key, whole.ranks, judge_whole(whole, expected[name], unit, 0.0, norm_eps))
+                more = drift.of_all(expected[name].norm, unit)
+                found.add(step, key, whole.ranks, judge_whole(whole, expected[name], unit, more, norm_eps))
 
 
 def compare_parameters(
@@ -279,6 +286,7 @@ def compare_parameters(
         optimizer, group = settings.get(name, ("", {}))
         if name in gradients and optimizer not in LINEAR:
             gradient = expected_gradients[name]
+            (drift.silent.add if gradient.largest <= floor else drift.silent.discard)(name)
             drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor)
         more = NORM_EPS * unit * distance(expected, initial) + drift.allowed[name]
         differences = []

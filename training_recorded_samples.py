@@ -82,7 +82,8 @@ def judge_rows(
     if both_whole and first.shape == other.shape and len(first.keys) != len(other.keys):
         # It does not depend on the samples, as position embeddings do not.
         difference, norm = (first.whole - other.whole).norm().item(), other.whole.norm().item()
-        return judge(difference, norm, eps, drift.of_activation(name, first.shape, norm), norm_eps)
+        more = drift.of_activation(name, first.shape, norm) + drift.of_all(norm, eps)
+        return judge(difference, norm, eps, more, norm_eps)
     countable = all(len(row.samples) == len(row.keys) for row in (*rows, *references))
     if first.shape[1:] != other.shape[1:] or not countable:
         return None
@@ -100,4 +101,5 @@ def judge_rows(
     expected = theirs[other_places]
     difference, norm = (ours[own] - expected).norm().item(), expected.norm().item()
     shape = (size * first.shape[0] // max(1, len(first.keys)), *first.shape[1:])
-    return judge(difference, norm, eps, drift.of_activation(name, shape, norm), norm_eps)
+    more = drift.of_activation(name, shape, norm) + drift.of_all(norm, eps)
+    return judge(difference, norm, eps, more, norm_eps)

@@ -15,6 +15,8 @@ import torch
 from training_recordings import Whole
 from training_tolerance import NEGLIGIBLE, NORM_EPS, Result, mismatch
 
+DRIFT_FACTOR, DRIFT_EPS = 4, 64  # see Drift.of_all
+
 # ---------------------------------------------------------------- one tensor against another
 
 
@@ -64,6 +66,7 @@ class Drift:
         self.measured: dict[str, tuple[float, float, int]] = {}  # difference, norm, dimensions
         self.allowed: dict[str, float] = defaultdict(float)  # by adaptive_allowance, added up over the steps
         self.explained: dict[str, str] = {}  # parameters that pass by that alone, and their optimizer
+        self.silent: set[str] = set()  # parameters whose gradient is nothing but rounding
 
     def of_activation(self, name: str, shape: tuple[int, ...], norm: float) -> float:
         """Return what a module's own parameters allow of its output; of a container, its parts'.
@@ -81,6 +84,22 @@ class Drift:
                 share = difference / own_norm * norm if own_norm else 0.0
                 by_module[module] += 2 * (rows**0.5 * difference if dimensions < 2 else share)
         return max(by_module.values(), default=0.0)
+
+    def of_all(self, norm: float, eps: float) -> float:
+        """Return what the parameters of all modules together allow of any activation or gradient.
+
+        One element of a weight that Adam moved otherwise, because its gradient was next to zero, has been
+        seen to change gradients by three times the share by which the weight differs. Parameters without a
+        gradient do not change the loss and do not count. More than DRIFT_EPS would hide mistakes.
+        """
+        by_module: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for parameter, (difference, own_norm, _) in self.measured.items():
+            if parameter not in self.silent:
+                squares = by_module[parameter.rpartition(".")[0]]
+                squares[0] += difference**2
+                squares[1] += own_norm**2
+        share = sum(difference / own for difference, own in by_module.values() if own) ** 0.5
+        return min(DRIFT_FACTOR * share, DRIFT_EPS * eps) * norm
 
 
 def adaptive_allowance(gradient: Whole, rate: float, eps: float, floor: float) -> float:
