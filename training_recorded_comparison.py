@@ -22,7 +22,7 @@ from training_recordings import (
     rates_of,
     unit_of,
 )
-from training_records import LOSS, Finding, Key
+from training_records import LOSS, Finding, Key, ranges
 from training_tolerance import NORM_EPS, Result, Tolerance, mismatch
 
 SAMPLES = ("inputs", "samples")
@@ -41,6 +41,8 @@ class Divergence:
         self.scores = [[0.0] * (steps + 1) for _ in range(world_size)]  # by rank and step
         self.notes: list[str] = []  # what is to be known, and no mistake
         self.order: list[Key] = []  # keys as they come in a step
+        # Steps in which an activation was not compared, by the reason and its name.
+        self.skipped: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
 
     def add(self, step: int, key: Key, ranks: tuple[int, ...], result: Result) -> None:
         """Keep the result of a tensor that these ranks have."""
@@ -137,14 +139,27 @@ def compare_activations(
             # A plain tensor may be a shard. With the same ranks in both runs, a rank's own is meant.
             own = [row for row in reference[key] if same_layout and row.ranks == ranks] or reference[key]
             result = judge_rows(of_ranks, own, key[1], drift, unit, norm_eps)
-            if result is None:
-                found.note(f"{key[1]}: its output has another shape in each run, not compared")
-            else:
+            if isinstance(result, Result):
                 found.add(step, key, ranks, result)
+            else:
+                found.skipped[result][key[1]].add(step)
     if step == 1 and (only := reference.keys() ^ actual.keys()):
         where = "compiled or wrapped in the other"
-        names = ", ".join(name for _, name in sorted(only)[:3])
-        found.note(f"activations of {len(only)} modules are in one run only ({names}, ...): {where}")
+        names = some_of([name for _, name in sorted(only)])
+        found.note(f"activations of {len(only)} modules are in one run only ({names}): {where}")
+
+
+def say_skipped(found: Divergence) -> None:
+    """Note which activations were not compared, and why."""
+    for reason, by_name in found.skipped.items():
+        steps = sorted(set().union(*by_name.values()))
+        when = f"step{'s' if len(steps) > 1 else ''} {ranges(steps)}"
+        found.note(f"activations not compared in {when}: {len(by_name)}, {reason} ({some_of(list(by_name))})")
+
+
+def some_of(names: list[str]) -> str:
+    """Return the first names of many."""
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
 
 
 # ---------------------------------------------------------------- the comparison
@@ -174,6 +189,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         compare_gradients(step, reference, actual, unit, norm_eps, drift, found)
         compare_parameters(step, reference, actual, unit, norm_eps, drift, found)
         compare_kind(step, "buffers", reference, actual, unit, norm_eps, found)
+    say_skipped(found)
     if drift.explained and not found.findings:
         optimizer = next(iter(drift.explained.values()))
         names = ", ".join(drift.explained)

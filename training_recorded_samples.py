@@ -65,8 +65,8 @@ def activations_of(recording: Recording, step: int, keys: list[list[list]]) -> d
 
 def judge_rows(
     rows: list[Rows], references: list[Rows], name: str, drift: Drift, unit: float, norm_eps: float
-) -> Result | None:
-    """Judge an activation of one rank, of all its calls; None if the shapes do not allow it."""
+) -> Result | str:
+    """Judge an activation of one rank, of all its calls; why it cannot be, if there is nothing to compare."""
     first, other = rows[0], references[0]
     bad = {
         "reference": sum(row.not_finite for row in references),
@@ -84,9 +84,15 @@ def judge_rows(
         difference, norm = (first.whole - other.whole).norm().item(), other.whole.norm().item()
         more = drift.of_activation(name, first.shape, norm) + drift.of_all(norm, eps)
         return judge(difference, norm, eps, more, norm_eps)
-    countable = all(len(row.samples) == len(row.keys) for row in (*rows, *references))
-    if first.shape[1:] != other.shape[1:] or not countable:
-        return None
+    if first.shape == other.shape and len(first.samples) == len(other.samples) == 1 != len(first.keys):
+        # Nor does what is one row for all samples, where the recorder did not know how many there are.
+        difference, norm = (first.samples - other.samples).norm().item(), other.samples.norm().item()
+        more = drift.of_activation(name, first.shape, norm) + drift.of_all(norm, eps)
+        return judge(difference, norm, eps, more, norm_eps)
+    if first.shape[1:] != other.shape[1:]:
+        return "of another shape in each run"
+    if any(len(row.samples) != len(row.keys) for row in (*rows, *references)):
+        return "with a number of rows that is no multiple of the samples'"
     width = min(row.samples.shape[1] for row in (*rows, *references))
     theirs = torch.cat([fold(row.samples, width) for row in references])
     place: dict = {}
@@ -96,7 +102,7 @@ def judge_rows(
     pairs = [(i, place[key]) for i, key in enumerate(key for row in rows for key in row.keys) if key in place]
     size = len(pairs)
     if not size:
-        return None
+        return "of samples that are not in the reference"
     own, other_places = (list(numbers) for numbers in zip(*pairs, strict=True))
     expected = theirs[other_places]
     difference, norm = (ours[own] - expected).norm().item(), expected.norm().item()
