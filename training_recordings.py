@@ -73,7 +73,7 @@ def environment(command: list[str], device: str, tied: dict[str, list[str]], ste
         "steps": len(steps),
         "command": command,
         "device": "stand-in" if is_stand_in(version) and device == "neuron" else device,
-        "backend": dist.get_backend() if started else None,
+        "backend": backend_of(device) if started else None,
         "torch_version": str(torch.__version__),
         "torch_neuronx_version": version,
         "host": socket.gethostname(),
@@ -81,6 +81,15 @@ def environment(command: list[str], device: str, tied: dict[str, list[str]], ste
         "tied": tied,
         "saved_at": time.time(),
     }
+
+
+def backend_of(device: str) -> str:
+    """Return the backend of the default process group for a type of device."""
+    name = dist.get_backend()
+    if name != "undefined":  # torch has one for each type of device
+        return name
+    config = dist.distributed_c10d.get_backend_config()  # "cpu:gloo,cuda:nccl"
+    return dict(part.split(":") for part in config.split(",")).get(device, config)
 
 
 def find_problem(content: object) -> str | None:
