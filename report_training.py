@@ -394,12 +394,12 @@ def places_to_label(count: int, most: int, wanted: list[int]) -> list[int]:
 
 
 def shorten(name: str) -> str:
-    """Return the end of a long name, which tells more than its beginning."""
-    if len(name) <= NAME:
-        return name
-    end = name[1 - NAME :]
-    whole = name[-NAME] == "." or "." not in end[:-1]
-    return f"…{end if whole else end[end.index('.') + 1 :]}"
+    """Return a long name from the number of its layer on, without its middle if need be."""
+    parts = name.split(".")
+    first = next((place for place, part in enumerate(parts) if part.isdecimal()), 0)
+    if len(name) > NAME and first:
+        name = f"…{'.'.join(parts[first:])}"
+    return name if len(name) <= NAME else f"{name[: NAME // 2 - 1]}…{name[-NAME // 2 :]}"
 
 
 # ---------------------------------------------------------------- page
