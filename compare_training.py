@@ -21,10 +21,10 @@ from datetime import UTC, datetime
 from math import inf, isfinite
 from pathlib import Path
 
-from training_causes_recorded import cause_of_recordings
 from training_common import InputError, make_parser, write_then_rename
 from training_comparison import Outcome, cause_of, compare_runs, ranks_of
-from training_divergence import compare_recordings
+from training_recorded_comparison import compare_recordings
+from training_recorded_diagnosis import cause_of_recordings
 from training_recordings import Recording, is_recording
 from training_records import KINDS, LAYOUT, SCHEMA, SHOWN, Run, check_same_job, ranges
 from training_tolerance import ELEMENT_EPS, NORM_EPS, Result, Tolerance
@@ -207,7 +207,8 @@ def print_errors(summary: dict) -> None:
 
     def needed(rtol: float, norm_eps: float) -> str:
         # Above what was measured, so that rounding the figure does not take it below.
-        return f"--rtol {1.05 * rtol:.1e} --norm-eps {1.05 * norm_eps:.2g}"
+        by_norm = f"--norm-eps {1.05 * norm_eps:.2g}"
+        return by_norm if summary["path"] else f"--rtol {1.05 * rtol:.1e} {by_norm}"
 
     print(f"\n{'tensors':12}{'compared':>9}{'mismatched':>12}{'largest error':>16}   would pass with")
     for row in summary["kinds"]:
@@ -258,9 +259,13 @@ def print_first(summary: dict) -> None:
     ranks = f"rank{'s' if len(first['ranks']) > 1 else ''} {ranges(first['ranks'])}"
     step = f"step {first['step']}" if first["step"] else "step 0 (before training)"
     print(f"First in causal order: {ranks}, {step}, {first['kind']} {first['name']}{first['message']}")
+    if summary["path"] and first["check"] == "reference":
+        print("Everything before it agrees.")
     if first["check"] != "reference":
+        recorded = "learning_rate" not in summary["actual"]["metadata"]
         fix = '; another optimizer than plain SGD? Name it: save_results(..., optimizer="AdamW")'
-        print(f"Broken invariant: {first['check']}{fix if first['check'].startswith('sgd') else ''}")
+        of_sgd = first["check"].startswith("sgd") and not recorded
+        print(f"Broken invariant: {first['check']}{fix if of_sgd else ''}")
     mismatched = sum(row["mismatched"] for row in summary["kinds"])
     compared = sum(row["compared"] for row in summary["kinds"])
     failed, ranks = len(summary["failed_ranks"]), summary["world_size"]
@@ -390,7 +395,8 @@ def compare_sketches(args: argparse.Namespace, tolerance: Tolerance) -> tuple[Ru
     actual = Recording(args.actual_dir)
     if args.world_size not in (None, actual.world_size):
         raise InputError(
-            f"--world-size is {args.world_size}, {args.actual_dir} is of {actual.world_size} ranks; leave it out"
+            f"--world-size is {args.world_size}, {args.actual_dir} is of {actual.world_size} ranks; leave it "
+            "out"
         )
     reference = args.reference_dir and Recording(args.reference_dir)
     outcome = compare_recordings(reference, actual, tolerance)

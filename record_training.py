@@ -1,8 +1,7 @@
 """Record what a PyTorch training script computes, without a change to the script.
 
-    python record_training.py --output-dir results/one --steps 3 train.py ARGS...
+    python record_training.py --output-dir results/one --steps 3 train.py ARGS...       # or -m package.train
     torchrun --standalone --nproc-per-node=4 record_training.py --output-dir results/four train.py ARGS...
-    torchrun --standalone --nproc-per-node=4 record_training.py --output-dir results/four -m package.train ARGS...
     python compare_training.py --reference-dir results/one --actual-dir results/four
 
 The two runs may differ in ranks, parallelism, device or compilation. Each rank writes what it sees to
@@ -16,13 +15,19 @@ import argparse
 import fnmatch
 import functools
 import gc
+import importlib.util
 import os
 import re
 import runpy
 import sys
+import threading
 import time
+import warnings
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -30,363 +35,619 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from training_common import InputError, full_cpu, make_parser, print_line, write_then_rename
+from training_common import InputError, make_parser, print_line, write_then_rename
 from training_recordings import environment
-from training_sketches import describe, describe_samples, sample_keys
+from training_sketches import describe, describe_samples, local_shard, sample_keys
 
 # What wrappers put into the names of modules and parameters.
-WRAPPERS = re.compile(r"^module(\.|$)|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
+WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
 PARAMETRIZED = re.compile(r"\bparametrizations\.(\w+)\.original\d*$")
+AROUND_A_MODEL = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
 def clean(name: str) -> str:
-    """Return the name of a module or parameter without what wrappers add: DDP, compile, checkpoints."""
+    """Return the name of a module or parameter without what wrappers inside a model add to it."""
     return PARAMETRIZED.sub(r"\1", WRAPPERS.sub("", name)).rstrip(".")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP and torch.compile, which has the names of a run without them."""
+    while type(model).__name__ in AROUND_A_MODEL:
+        model = next(model.children())
+    return model
 
 
 class Names:
     """The names of modules, parameters and buffers of the models that are trained.
 
-    A model is a module that is no part of another and holds a parameter of an optimizer.
+    A model is a module that is no part of another and holds a parameter of an optimizer. With several
+    models a name begins with the model's class. That there are several may turn out only when another
+    optimizer steps: names are made when all steps are recorded.
     """
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
-        self.modules: dict[nn.Module, str] = {}
-        self.parameters: dict[int, str] = {}  # by id; wrappers such as FSDP replace the objects
-        self.tied: dict[str, list[str]] = {}  # a parameter's name: its other names
+        self._modules: dict[nn.Module, tuple[nn.Module, str]] = {}
+        self._parameters: dict[int, tuple[nn.Module, str]] = {}  # by id: DTensors cannot be keys
+        self._others: dict[int, str] = {}  # parameters of no module
+        self._kept: dict[int, torch.Tensor] = {}  # so that no id is used again
 
-    def find(self, trained: list[torch.Tensor]) -> None:
-        """Look for the models of these parameters among all live modules, if one has no name yet."""
-        self._name_all()
-        if all(id(parameter) in self.parameters for parameter in trained):
+    def find(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for the models of an optimizer's parameters among all live modules, if one has no name yet."""
+        trained = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        if trained.keys() <= self._parameters.keys() | self._others.keys():
             return
-        wanted = {id(parameter) for parameter in trained}
+        self._kept |= trained
         # By type: isinstance would ask weak references whose object is gone.
         live = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
         parts = {id(child) for module in live for child in module.children()}
-        tops = [module for module in live if id(module) not in parts and module not in self.models]
-        found = [top for top in tops if any(id(parameter) in wanted for parameter in top.parameters())]
-        order = {id(parameter): place for place, parameter in enumerate(trained)}
-        found.sort(key=lambda top: min(order.get(id(p), len(order)) for p in top.parameters()))
-        for top in found:
-            if any("FullyShardedDataParallel" == type(module).__name__ for module in top.modules()):
-                raise InputError(
-                    "the model is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters have no "
-                    "names or shapes to compare; use fully_shard (FSDP2)"
-                )
-        # torch.compile(model) is a module around the model. Nothing holds it but the script, as a wrapper's.
-        self.models += [top for top in found if not self._is_wrapped(top, found)]
-        self._name_all()
-
-    def _is_wrapped(self, model: nn.Module, others: list[nn.Module]) -> bool:
-        own = {id(parameter) for parameter in model.parameters()}
-        return any(
-            other is not model
-            and own <= {id(parameter) for parameter in other.parameters()}
-            and sum(1 for _ in other.modules()) > sum(1 for _ in model.modules())
-            for other in others
-        )
-
-    def _name_all(self) -> None:
-        self.modules.clear(), self.parameters.clear(), self.tied.clear()
-        for model, prefix in zip(self.models, self._prefixes(), strict=True):
-            for name, module in model.named_modules():
-                self.modules.setdefault(module, (prefix + clean(name)).rstrip("."))
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                name = prefix + clean(name)
-                first = self.parameters.setdefault(id(parameter), name)
-                if first != name and name not in self.tied.get(first, ()):
-                    self.tied.setdefault(first, []).append(name)
-
-    def _prefixes(self) -> list[str]:
-        if len(self.models) == 1:
-            return [""]
-        prefixes, count = [], defaultdict(int)
+        place = {key: number for number, key in enumerate(trained)}
+        found = []
+        for top in live:
+            if id(top) not in parts and top not in self.models:
+                places = [place[id(p)] for p in top.parameters() if id(p) in place]
+                found += [(min(places), top)] if places else []
+        found = [top for _, top in sorted(found, key=lambda pair: pair[0])]
+        if any(type(m).__name__ == "FullyShardedDataParallel" for top in found for m in top.modules()):
+            raise InputError(
+                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters have no "
+                "names or shapes to compare; use fully_shard (FSDP2)"
+            )
+        for number, top in enumerate(found):
+            if not self._is_inside(top, found[:number], found[number + 1 :]):
+                self.models.append(top)
         for model in self.models:
-            inner = model
-            while type(inner).__name__ in ("DistributedDataParallel", "OptimizedModule"):
-                inner = next(inner.children())
-            kind = type(inner).__name__
-            count[kind] += 1
-            prefixes.append(f"{kind}{count[kind] if count[kind] > 1 else ''}.")
-        return prefixes
+            self._look_at(model)
+        kind = f"{type(optimizer).__name__}{len(self._others) or ''}"
+        for number, key in enumerate(trained):
+            if key not in self._parameters:
+                self._others.setdefault(key, f"{kind}.{number}")
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return all buffers by name."""
+    @staticmethod
+    def _is_inside(model: nn.Module, before: list[nn.Module], after: list[nn.Module]) -> bool:
+        # torch.compile(model) beside DDP(model): two modules, neither part of the other, for one model.
+        own = {id(parameter) for parameter in model.parameters()}
+        size = sum(1 for _ in model.modules())
+        for others, least in ((before, size), (after, size + 1)):
+            for other in others:
+                theirs = {id(parameter) for parameter in other.parameters()}
+                if own <= theirs and (own < theirs or sum(1 for _ in other.modules()) >= least):
+                    return True
+        return False
+
+    def _look_at(self, model: nn.Module) -> None:
+        for name, module in unwrap(model).named_modules():
+            self._modules.setdefault(module, (model, clean(name)))
+        self._modules.setdefault(model, (model, ""))
+        for name, parameter in unwrap(model).named_parameters():
+            self._kept[id(parameter)] = parameter
+            self._parameters.setdefault(id(parameter), (model, clean(name)))
+
+    def _full(self, model: nn.Module, name: str) -> str:
+        if len(self.models) == 1:
+            return name
+        kinds = [type(unwrap(other)).__name__ for other in self.models]
+        place = next(i for i, other in enumerate(self.models) if other is model)
+        same = kinds[: place + 1].count(kinds[place])
+        return f"{kinds[place]}{same if same > 1 else ''}.{name}".rstrip(".")
+
+    def of_module(self, module: nn.Module) -> str | None:
+        """Return a module's name, "(model)" for the model itself, None if it belongs to no model."""
+        if module not in self._modules:
+            return None
+        return self._full(*self._modules[module]) or "(model)"
+
+    def of_parameter(self, key: int) -> str:
+        """Return the name of the parameter with this id."""
+        return self._full(*self._parameters[key]) if key in self._parameters else self._others[key]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return all parameters of the models, also those that no optimizer has."""
+        return [parameter for model in self.models for parameter in unwrap(model).parameters()]
+
+    def device(self) -> str:
+        """Return the type of the device that has the parameters."""
+        return next((parameter.device.type for parameter in self.parameters()), "cpu")
+
+    def modules(self) -> set[str]:
+        """Return the names of all modules that can be called."""
+        # A ModuleList cannot.
+        return {self.of_module(m) for m in self._modules if type(m).forward is not nn.Module.forward}
+
+    def buffers(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        """Return all buffers, by the module that has them and their name in it."""
         return {
-            prefix + clean(name): buffer
-            for model, prefix in zip(self.models, self._prefixes(), strict=True)
-            for name, buffer in model.named_buffers()
+            (module, name): buffer
+            for model in self.models
+            for module in unwrap(model).modules()
+            for name, buffer in module.named_buffers(recurse=False)
         }
+
+    def of_buffer(self, module: nn.Module, name: str) -> str | None:
+        """Return the name of a module's buffer, None if the module belongs to no model."""
+        if module not in self._modules:
+            return None
+        model, prefix = self._modules[module]
+        return self._full(model, f"{prefix}.{name}".lstrip("."))
+
+    def tied(self) -> dict[str, list[str]]:
+        """Return the other names of parameters that have several."""
+        found: dict[str, list[str]] = {}
+        for model in self.models:
+            for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+                if id(parameter) in self._parameters:
+                    first, name = self.of_parameter(id(parameter)), self._full(model, clean(name))
+                    if name != first and name not in found.get(first, ()):
+                        found.setdefault(first, []).append(name)
+        return found
 
 
 class Stop(SystemExit):
-    """Ends the script when the steps are recorded: its `finally` blocks run, its `except Exception` do not."""
+    """Ends the script when the steps are recorded: `finally` blocks run, `except Exception` ones do not."""
+
+
+class Step:
+    """What is recorded of one step. Parameters are known by their id, modules and buffers by the module."""
+
+    def __init__(self) -> None:
+        self.start: dict[tuple[nn.Module, str], dict] = {}  # buffers before the step
+        self.calls: list[tuple[nn.Module, torch.Tensor | None]] = []
+        self.activations: list[tuple[nn.Module, int, int, dict]] = []
+        self.losses: list[torch.Tensor] = []
+        self.gradients: dict[int, dict] = {}
+        self.before: dict[int, dict] = {}
+        self.parameters: dict[int, dict] = {}
+        self.buffers: dict[tuple[nn.Module, str], dict] = {}
+        self.optimizers: list[dict] = []
+        self.stepped: list[torch.optim.Optimizer] = []
+
+    def named(self, names: Names, wanted: str) -> dict:
+        """Return it as it is saved. wanted: a pattern of the names of modules."""
+        # Losses and transforms of the input are modules, too, but no part of a model.
+        numbers = [i for i, (module, _) in enumerate(self.calls) if names.of_module(module) is not None]
+        number = {old: new for new, old in enumerate(numbers)}
+        activations = {}
+        for module, call, occurrence, described in self.activations:
+            name = names.of_module(module)
+            if name is not None and call in number and fnmatch.fnmatchcase(name, wanted):
+                # A wrapper has the name of what it wraps, and ends after it.
+                key = (name, number[call], occurrence)
+                entry = {"name": name, "call": number[call], "occurrence": occurrence, **described}
+                activations.setdefault(key, entry)
+        return {
+            "buffers_before": _named_buffers(names, self.start),
+            "calls": [self.calls[i][1] for i in numbers],
+            "activations": list(activations.values()),
+            "losses": [_number(loss) for loss in self.losses],
+            "gradients": {names.of_parameter(key): entry for key, entry in self.gradients.items()},
+            "before": {names.of_parameter(key): entry for key, entry in self.before.items()},
+            "parameters": {names.of_parameter(key): entry for key, entry in self.parameters.items()},
+            "buffers": _named_buffers(names, self.buffers),
+            "optimizers": [_named_optimizer(names, optimizer) for optimizer in self.optimizers],
+        }
+
+
+def _named_buffers(names: Names, buffers: dict) -> dict:
+    named = {names.of_buffer(*key): entry for key, entry in buffers.items()}
+    return {name: entry for name, entry in named.items() if name is not None}
+
+
+def _named_optimizer(names: Names, optimizer: dict) -> dict:
+    groups = [
+        {**group, "names": list(map(names.of_parameter, group["names"]))} for group in optimizer["groups"]
+    ]
+    return {**optimizer, "groups": groups}
 
 
 class Recorder:
     """Hooks in torch that see every call of a module, every backward and every optimizer step.
 
     A step ends when the next one begins: with a forward, a backward, or a second step of an optimizer that
-    has stepped already. So several optimizers that step one after another make one step.
+    has stepped already. So several optimizers that step one after another make one step. The last step
+    ends sooner, when the optimizers of the step before have stepped: in a pipeline a rank begins the next
+    step only if another one has sent it something, which this one then never does.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.names = Names()
-        self.steps: list[dict] = []
+        self.steps: list[Step] = []
         self.seconds = 0.0  # spent here
         self.done = False
-        self._begin_step()
-        self._depth = 0  # of module calls
-        self._training = False  # whether the outermost module was called with gradients enabled
-        self._stepping = 0  # depth of optimizer steps: a container steps others
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        self._patches = [(torch.autograd, "backward", torch.autograd.backward)]
+        self.problem: InputError | None = None  # why nothing can be recorded
+        self._step = Step()
+        self._here = os.getpid(), threading.get_ident()
+        self._called: set[nn.Module] = set()
+        self._unwanted: set[nn.Module] = set()  # known not to match --activations
+        self._stack: list[nn.Module] = []  # calls of modules that have not returned
+        self._training = False  # whether the outermost of them was called with gradients enabled
+        self._open: list[torch.optim.Optimizer] = []  # steps that have not returned: a container steps others
+        self._closure: str | None = None  # of the open step: "waiting", "running" or "done"
+        self._steps_seen = 0
+        self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []  # losses, as scaled and as they were
+        self._install()
+
+    def _install(self) -> None:
+        # Hooks stay when recording has ended: without them, compiled functions would be compiled again.
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
         torch.autograd.backward = self._recording_backward(torch.autograd.backward)
-        self._patches.append((torch.amp.GradScaler, "step", torch.amp.GradScaler.step))
-        torch.amp.GradScaler.step = self._recording_scaler(torch.amp.GradScaler.step)
+        torch.amp.GradScaler.scale = self._recording_scale(torch.amp.GradScaler.scale)
+        torch.amp.GradScaler.step = self._recording_scaler_step(torch.amp.GradScaler.step)
+        nn.Module.compile = self._recording_compile(nn.Module.compile)
+        for hook in (self._enter, self._leave, self._before_step, self._after_step):
+            _never_compile(hook)
+        # torch.compile says that hooks see the module that it puts around a model. They are to.
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        # For what is done here: the time counts as ours, and what the script has set for its own tensors,
+        # such as a default device, does not hold.
+        started = time.perf_counter()
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                yield
+        except InputError as error:
+            self.problem, self.done = error, True
+            raise Stop(2) from None
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def _blind(self) -> bool:
+        # A worker of a data loader inherits the hooks; what runs there is no training.
+        return self.done or os.getpid() != self._here[0]
+
+    def _blind_to_calls(self) -> bool:
+        # A module that runs in a backward is recomputed: activation checkpointing. Inside functorch's
+        # transforms, traces and CUDA graphs tensors have no values.
+        return (
+            self._blind()
+            or _in_backward()
+            or threading.get_ident() != self._here[1]
+            or torch.jit.is_tracing()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        )
 
     # ------------------------------------------------------------ forward
 
-    def _enter(self, module: nn.Module, inputs: tuple) -> None:
-        if torch.compiler.is_compiling() or _in_backward():
+    def _enter(self, module: nn.Module, inputs: tuple, named: dict | None = None) -> None:
+        # While torch.compile traces, this question is all that it sees of the hook.
+        if torch.compiler.is_compiling() or self._blind_to_calls():
             return
-        if self._depth == 0:
-            self._training = torch.is_grad_enabled() and not self._stepping
+        if named is None and self._stack[-1:] == [module] and module._compiled_call_impl is not None:
+            return  # compiled in place, and called a second time by what is not compiled of it
+        if not self._stack:
+            self._training = torch.is_grad_enabled() and (not self._open or self._closure == "running")
             if self._training:
                 self._close_if_stepped()
                 if self.done:
                     return
-                first = next((x for x in inputs if torch.is_tensor(x) and x.dim()), None)
-                self._batch = None if first is None else len(first)
+                if named is None:  # hooks get no keyword arguments; the frame that calls this one has them
+                    named = sys._getframe(1).f_locals.get("kwargs", {})
+                first = next((x for x in _tensors((inputs, named)) if x.dim()), None)
+                self._batch = None if first is None else len(local_shard(first))
                 self._occurrences = defaultdict(int)
-                if not self.steps and not self._calls:
+                if not self.steps and not any(module is called for called, _ in self._step.calls):
                     self._keep_start(module)
-        self._depth += 1
+        self._stack.append(module)
 
-    def _leave(self, module: nn.Module, inputs: tuple, named: dict, output: object) -> None:
-        if torch.compiler.is_compiling() or _in_backward():
+    def _leave(self, module: nn.Module, inputs: tuple, *rest: object) -> None:
+        # rest: keyword arguments and the output; of a call that has raised something, only None.
+        if torch.compiler.is_compiling() or self._blind_to_calls() or module not in self._stack:
             return
-        self._depth = max(0, self._depth - 1)
-        if not self._training or self.done:
+        while self._stack.pop() is not module:
+            pass
+        if not self._training or len(rest) < 2:
             return
-        started = time.perf_counter()
-        self._occurrences[module] += 1
-        if self.args.activations != "none" and (tensor := _main_tensor(output)) is not None:
-            described = describe_samples(tensor, self._batch)
-            self._activations.append((module, len(self._calls), self._occurrences[module], described))
-        if self._depth == 0:
-            tensors = [x for x in (*inputs, *named.values()) if torch.is_tensor(x) and x.dim()]
-            self._calls.append(sample_keys(tensors))
-        self.seconds += time.perf_counter() - started
+        named, output = rest
+        with self._aside():
+            self._called.add(module)
+            self._occurrences[module] += 1
+            if self.args.activations != "none" and module not in self._unwanted:
+                tensor = _main_tensor(output)
+                described = None if tensor is None else describe_samples(tensor, self._batch)
+                if described is not None:
+                    entry = (module, len(self._step.calls), self._occurrences[module], described)
+                    self._step.activations.append(entry)
+            if not self._stack:
+                keys = sample_keys([x for x in _tensors((inputs, named)) if x.dim()])
+                self._step.calls.append((module, keys))
 
-    def _keep_start(self, module: nn.Module) -> None:
-        # Buffers before training: of the model that is called, under the names that it has for them.
-        started = time.perf_counter()
-        self._start = {clean(name): describe(buffer) for name, buffer in module.named_buffers()}
-        self.seconds += time.perf_counter() - started
+    def _recording_compile(self, compile: Callable) -> Callable:
+        # A module that is compiled in place is called without hooks; inside a compiled one it has none.
+        @functools.wraps(compile)
+        def recorded(module, *args, **kwargs):
+            compile(module, *args, **kwargs)
+            compiled = module._compiled_call_impl
 
-    def _recording_backward(self, backward):
+            @functools.wraps(compiled)
+            def call(*inputs, **named):
+                self._enter(module, inputs, named)
+                try:
+                    output = compiled(*inputs, **named)
+                except Exception:
+                    self._leave(module, inputs, None)
+                    raise
+                self._leave(module, inputs, named, output)
+                return output
+
+            module._compiled_call_impl = call
+
+        return recorded
+
+    def _keep_start(self, called: nn.Module) -> None:
+        # Buffers before training. Which modules are trained is not known yet: those of any that is called.
+        with self._aside():
+            for module in called.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    self._step.start.setdefault((module, name), describe(buffer))
+
+    def _recording_backward(self, backward: Callable) -> Callable:
         @functools.wraps(backward)
         def recorded(tensors, *args, **kwargs):
-            if not torch.compiler.is_compiling() and not self._stepping and not self.done:
+            seen = not (torch.compiler.is_compiling() or self._blind() or _in_backward())
+            if seen and (not self._open or self._closure == "running"):
                 self._close_if_stepped()
-                for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
-                    if torch.is_tensor(tensor) and tensor.numel() == 1:
-                        self._losses.append(tensor.detach())
+                self._keep_losses(tensors if isinstance(tensors, list | tuple) else [tensors])
             return backward(tensors, *args, **kwargs)
 
         return recorded
 
+    def _keep_losses(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if torch.is_tensor(tensor) and tensor.numel() == 1:
+                loss = next((loss for scaled, loss in self._scaled if scaled is tensor), tensor)
+                self._step.losses.append(loss.detach().clone())  # the script may change it in place
+
     # ------------------------------------------------------------ the optimizer's step
 
-    def _recording_scaler(self, step):
+    def _recording_scale(self, scale: Callable) -> Callable:
+        @functools.wraps(scale)
+        def recorded(scaler, outputs):
+            scaled = scale(scaler, outputs)
+            if torch.is_tensor(outputs) and not self._blind():
+                self._scaled.append((scaled, outputs.detach().clone()))
+            return scaled
+
+        return recorded
+
+    def _recording_scaler_step(self, step: Callable) -> Callable:
         @functools.wraps(step)
         def recorded(scaler, optimizer, *args, **kwargs):
-            count = self._stepped.get(optimizer, 0)
+            seen = self._steps_seen
             result = step(scaler, optimizer, *args, **kwargs)
-            if not self.done and self._stepped.get(optimizer, 0) == count:  # it found gradients not finite
-                self._before_step(optimizer, (), {})
+            if not self._blind() and self._steps_seen == seen:  # it found gradients that are not finite
+                self._before_step(optimizer, (), {}, skipped=True)
                 self._after_step(optimizer, (), {})
-                self._optimizers[-1]["skipped"] = True
             return result
 
         return recorded
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        self._stepping += 1
-        if self._stepping > 1 or self.done:
-            return
-        if optimizer in self._stepped:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict, skipped: bool = False
+    ) -> tuple | None:
+        if torch.compiler.is_compiling() or self._blind():
+            return None
+        if optimizer in self._open:  # that step has raised something
+            del self._open[self._open.index(optimizer) :]
+        if not self._open and optimizer in self._step.stepped:
             self._close_if_stepped()
             if self.done:
-                return
-        started = time.perf_counter()
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.names.find(trained)
-        named = self._named(optimizer)
-        self._device = next((p.device.type for p in named.values()), "cpu")
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its step
-        for name, parameter in named.items():
-            if parameter.grad is not None:
-                self._gradients[name] = self._described(name, parameter.grad, scale)
-            self._before[name] = self._described(name, parameter)
-        self._optimizers.append(_describe_optimizer(optimizer, named))
-        self.seconds += time.perf_counter() - started
+                return None
+        self._open.append(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = closure if callable(closure) and len(self._open) == 1 else None
+        with self._aside():
+            self.names.find(optimizer)
+            # A fused optimizer skips the step itself.
+            skipped = skipped or bool(getattr(optimizer, "found_inf", 0))
+            self._step.optimizers.append(_describe_optimizer(optimizer, skipped))
+            for parameter in (*_trained(optimizer), *self.names.parameters()):
+                if id(parameter) not in self._step.before:
+                    self._step.before[id(parameter)] = self._described(parameter, parameter)
+            if closure is None:
+                self._describe_gradients(optimizer)
+        if len(self._open) > 1:
+            return None
+        self._outermost = len(self._step.optimizers) - 1
+        self._closure = closure and "waiting"
+        if closure is None:
+            return None
+        closure = self._recording_closure(closure, optimizer)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure}
+        return (args[0], closure, *args[2:]), kwargs
+
+    def _recording_closure(self, closure: Callable, optimizer: torch.optim.Optimizer) -> Callable:
+        # The forward and backward of a step are in the closure's first call: those of later calls are
+        # with other parameters.
+        @functools.wraps(closure)
+        def recorded(*args, **kwargs):
+            if self._closure != "waiting" or self.done:
+                return closure(*args, **kwargs)
+            self._closure = "running"
+            try:
+                result = closure(*args, **kwargs)
+            finally:
+                self._closure = "done"
+            with self._aside():
+                self._describe_gradients(optimizer)
+            return result
+
+        return recorded
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        self._stepping -= 1
-        if self._stepping or self.done:
+        if torch.compiler.is_compiling() or self._blind() or optimizer not in self._open:
             return
-        started = time.perf_counter()
-        self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
-        for name, parameter in self._named(optimizer).items():
-            self._parameters[name] = self._described(name, parameter)
-        self.seconds += time.perf_counter() - started
+        place = self._open.index(optimizer)
+        del self._open[place:]
+        if not place:
+            self._drop_container()
+        with self._aside():
+            self._steps_seen += 1
+            self._step.stepped.append(optimizer)
+            if not place and self._closure == "waiting":  # it never called its closure
+                self._describe_gradients(optimizer)
+            for parameter in _trained(optimizer):
+                self._step.parameters[id(parameter)] = self._described(parameter, parameter)
+        last = len(self.steps) + 1 == self.args.steps and self.steps and not _in_backward()
+        if last and not place and set(self._step.stepped) == set(self.steps[-1].stepped):
+            self._close_if_stepped()
 
-    def _named(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        known = self.names.parameters
-        return {
-            known.get(id(parameter), f"{type(optimizer).__name__}.group{i}.{j}"): parameter
-            for i, group in enumerate(optimizer.param_groups)
-            for j, parameter in enumerate(group["params"])
-        }
+    def _drop_container(self) -> None:
+        # The settings of an optimizer that steps others are theirs.
+        outer, *inner = (
+            {key for group in optimizer["groups"] for key in group["names"]}
+            for optimizer in self._step.optimizers[self._outermost :]
+        )
+        if inner and outer <= set().union(*inner):
+            del self._step.optimizers[self._outermost]
 
-    def _described(self, name: str, tensor: torch.Tensor, scale=None) -> dict:
+    def _describe_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its step
+        for parameter in _trained(optimizer):
+            if parameter.grad is not None:
+                described = self._described(parameter, parameter.grad, scale)
+                self._step.gradients[id(parameter)] = described
+
+    def _described(self, parameter: torch.Tensor, tensor: torch.Tensor, scale=None) -> dict:
         described = describe(tensor, scale)
-        if any(fnmatch.fnmatchcase(name, wanted) or wanted == "all" for wanted in self.args.full):
-            described["full"] = full_cpu(tensor)
+        if self.args.full:
+            name = self.names.of_parameter(id(parameter))
+            if any(wanted == "all" or fnmatch.fnmatchcase(name, wanted) for wanted in self.args.full):
+                # This rank's shard: to put shards together takes collectives, which the script has not.
+                described["full"] = local_shard(tensor).detach().cpu().clone()
         return described
 
     # ------------------------------------------------------------ steps
 
-    def _begin_step(self) -> None:
-        self._start: dict[str, dict] = {}
-        self._calls: list[dict] = []
-        self._activations: list[tuple] = []
-        self._losses: list[torch.Tensor] = []
-        self._gradients: dict[str, dict] = {}
-        self._before: dict[str, dict] = {}
-        self._parameters: dict[str, dict] = {}
-        self._optimizers: list[dict] = []
-        self._stepped: dict[torch.optim.Optimizer, int] = {}
-
     def _close_if_stepped(self) -> None:
-        if not self._stepped:
+        if not self._step.stepped or self._open:
             return
-        started = time.perf_counter()
-        named = ((self.names.modules.get(module), *rest) for module, *rest in self._activations)
-        wanted = self.args.activations
-        self.steps.append(
-            {
-                "buffers_before": self._start if not self.steps else self.steps[-1]["buffers"],
-                "calls": self._calls,
-                "activations": [
-                    {"name": name or "(model)", "call": call, "occurrence": occurrence, **described}
-                    for name, call, occurrence, described in named
-                    if name is not None and fnmatch.fnmatchcase(name or "(model)", wanted)
-                ],
-                "losses": [_number(loss) for loss in self._losses],
-                "gradients": self._gradients,
-                "before": self._before,
-                "parameters": self._parameters,
-                "buffers": {name: describe(buffer) for name, buffer in self.names.buffers().items()},
-                "optimizers": self._optimizers,
+        with self._aside():
+            for parameter in self.names.parameters():  # that no optimizer has
+                if id(parameter) not in self._step.parameters:
+                    self._step.parameters[id(parameter)] = self._described(parameter, parameter)
+            self._step.buffers = {key: describe(buffer) for key, buffer in self.names.buffers().items()}
+            self.steps.append(self._step)
+            self._step, self._scaled = Step(), []
+            self._step.start = self.steps[-1].buffers
+            wanted = self.args.activations
+            self._unwanted = {
+                module
+                for module in self._called
+                if (name := self.names.of_module(module)) and not fnmatch.fnmatchcase(name, wanted)
             }
-        )
-        self._begin_step()
-        self.seconds += time.perf_counter() - started
-        if len(self.steps) == self.args.steps:
-            self._finish()
-
-    # ------------------------------------------------------------ the end
-
-    def _finish(self) -> None:
-        self.done = True
-        for handle in self._handles:
-            handle.remove()
-        for owner, name, original in self._patches:
-            setattr(owner, name, original)
-        rank = self._save()
+            if len(self.steps) < self.args.steps:
+                return
+            self.done = True
+            rank = self._save()
         if rank == 0:
             print_line(self._summary())
+        self.steps.clear()
         if self.args.afterwards == "stop":
             raise Stop(0)
 
+    # ------------------------------------------------------------ the end
+
     def _save(self) -> int:
         command = [self.args.script, *self.args.arguments]
-        metadata = environment(command, self._device, self.names.tied, self.steps)
+        steps = [step.named(self.names, self.args.activations) for step in self.steps]
+        metadata = environment(command, self.names.device(), self.names.tied(), steps)
         rank, world_size = metadata["rank"], metadata["world_size"]
         path = self.args.output_dir / f"rank-{rank}.pt"
-        with write_then_rename(path) as temporary:
-            torch.save({"metadata": metadata, "steps": self.steps}, temporary)
-            _wait_for_all(world_size, self.args.output_dir.name)
+        # A launcher ends the ranks that wait for one that has failed: there is no file yet.
+        _wait_for_all(world_size, self.args.output_dir.name)
+        try:
+            with write_then_rename(path) as temporary:
+                torch.save({"metadata": metadata, "steps": steps}, temporary)
+        except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
+            raise InputError(f"{path} cannot be written: {str(error).splitlines()[0]}") from None
         return rank
 
     def _summary(self) -> str:
-        seen = {entry["name"] for entry in self.steps[0]["activations"]}
-        known = {name or "(model)" for module, name in self.names.modules.items() if _can_be_called(module)}
-        text = (
-            f"recorded {len(self.steps)} steps in {self.args.output_dir}; recording took {self.seconds:.1f} s"
-        )
-        if self.args.activations != "none" and len(seen) < len(known):
-            text += f"; {len(known) - len(seen)} of {len(known)} modules were not seen: "
-            text += "compiled, or never called"
+        text = f"recorded {len(self.steps)} steps in {self.args.output_dir}"
+        text += f"; recording took {self.seconds:.1f} s"
+        if self.args.activations == "none":
+            return text
+        known = {name for name in self.names.modules() if fnmatch.fnmatchcase(name, self.args.activations)}
+        unseen = sorted(known - {self.names.of_module(module) for module in self._called})
+        if unseen:
+            some = ", ".join(unseen[:3]) + (", ..." if len(unseen) > 3 else "")
+            text += (
+                f"; {len(unseen)} of {len(known)} modules were not seen, inside a compiled region or never "
+            )
+            text += f"called: {some}"
         return text
 
     def end_of_script(self) -> None:
         """Complete the records when the script has ended. Raises InputError if there are too few steps."""
+        if not self.done:
+            self._open.clear()
+            self._close_if_stepped()
+        if self.problem:
+            raise self.problem
         if self.done:
             return
-        self._close_if_stepped()
-        if self.done:
-            return
+        why = "give fewer steps" if self.steps else "no step of a torch.optim optimizer was seen (a compiled "
+        why += "" if self.steps else "function's cannot be)"
         raise InputError(
             f"the script ended after {len(self.steps)} of --steps {self.args.steps} optimizer steps: nothing "
-            "was recorded; " + ("give fewer steps" if self.steps else "it calls no torch.optim optimizer")
+            f"was recorded; {why}"
         )
 
 
 def _in_backward() -> bool:
-    # A module that runs in a backward is recomputed: activation checkpointing.
     return torch._C._current_graph_task_id() != -1
 
 
-def _can_be_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward  # a ModuleList cannot
+def _never_compile(function: Callable) -> None:
+    # Where a graph breaks, torch.compile calls hooks in Python, and would compile each like the script's own
+    # functions. torch._dynamo.disable would do, but would break the graphs that a hook is traced into.
+    eval_frame = torch._C._dynamo.eval_frame  # its users are in torch._dynamo, which takes long to import
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    # All tensors in tuples, lists and dictionaries.
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
 
 
 def _main_tensor(output: object) -> torch.Tensor | None:
-    # The largest tensor of numbers that a module returns, in tuples and dictionaries, too.
-    if torch.is_tensor(output):
-        return output if output.is_floating_point() and output.dim() else None
-    parts = (
-        output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    )
-    found = [tensor for tensor in map(_main_tensor, parts) if tensor is not None]
+    # The largest tensor of numbers that a module returns.
+    if hasattr(output, "__dataclass_fields__"):
+        output = vars(output)
+    found = [tensor for tensor in _tensors(output) if tensor.is_floating_point() and tensor.dim()]
     return max(found, key=torch.Tensor.numel, default=None)
 
 
 def _number(loss: torch.Tensor) -> float:
-    return float(loss.to_local() if hasattr(loss, "to_local") else loss)
+    return float(local_shard(loss))
 
 
-def _describe_optimizer(optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> dict:
-    # Its class, and of each group the settings at this step and the names of its parameters.
-    names = {id(parameter): name for name, parameter in named.items()}
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _describe_optimizer(optimizer: torch.optim.Optimizer, skipped: bool) -> dict:
+    # Its class, and of each group the settings at this step and the ids of its parameters.
     groups = []
     for group in optimizer.param_groups:
         settings = {key: _plain(value) for key, value in group.items() if key != "params"}
-        groups.append({**settings, "names": [names[id(parameter)] for parameter in group["params"]]})
-    known = (kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim."))
-    return {"class": next(known, None) or type(optimizer).__name__, "groups": groups, "skipped": False}
+        groups.append({**settings, "names": [id(parameter) for parameter in group["params"]]})
+    # A class of the script's own is one of torch's, if it is derived from it.
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    kind = next((kind for kind in kinds if kind != "Optimizer"), type(optimizer).__name__)
+    return {"class": kind, "groups": groups, "skipped": skipped}
 
 
 def _plain(value: object) -> object:
@@ -402,9 +663,14 @@ def _wait_for_all(world_size: int, name: str) -> None:
     if world_size == 1 or not dist.is_initialized():
         return
     store = dist.distributed_c10d._get_default_store()
-    if store.add(f"parity-recorded-{name}", 1) == world_size:
-        store.set(f"parity-all-recorded-{name}", "")
-    store.wait([f"parity-all-recorded-{name}"])
+    try:
+        if store.add(f"parity-recorded-{name}", 1) == world_size:
+            store.set(f"parity-all-recorded-{name}", "")
+        store.wait([f"parity-all-recorded-{name}"])
+    except RuntimeError as error:
+        raise InputError(
+            f"another rank did not reach this step: {str(error).splitlines()[0]}; all have to step as often"
+        ) from None
 
 
 # ---------------------------------------------------------------- the command
@@ -446,6 +712,21 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def check_module(name: str) -> None:
+    """Raise InputError if there is no module of this name, or a package that cannot be run."""
+    for part in (name, f"{name}.__main__"):
+        try:
+            spec = importlib.util.find_spec(part)
+        except ModuleNotFoundError as error:  # of a package that the name begins with
+            if not f"{part}.".startswith(f"{error.name}."):
+                raise  # of another one, which that package imports
+            spec = None
+        if spec is None:
+            raise InputError(f"there is no module {part}")
+        if spec.submodule_search_locations is None:
+            return
+
+
 def clear_output_dir(directory: Path) -> None:
     """Make the directory, and remove this rank's file of an earlier run; rank 0 also those of more ranks.
 
@@ -456,39 +737,67 @@ def clear_output_dir(directory: Path) -> None:
     )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path in directory.glob("rank-*.pt"):
-            number = path.stem.removeprefix("rank-")
+        for path in directory.glob("rank-*.pt*"):
+            number = path.name.removeprefix("rank-").removesuffix(".tmp").removesuffix(".pt")
             if number.isdecimal() and (int(number) == rank or (rank == 0 and int(number) >= world_size)):
-                path.unlink()
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(13, "Permission denied")
+                path.unlink(missing_ok=True)
+        probe = directory / f"rank-{rank}.pt.tmp"
+        probe.touch()
+        probe.unlink()
     except OSError as error:
         raise InputError(f"--output-dir {directory} cannot be written: {error.strerror}") from None
 
 
-def run_script(args: argparse.Namespace) -> None:
-    """Run the script as python would: as __main__, with its arguments, its folder first on the path."""
+def prepare(args: argparse.Namespace) -> None:
+    """Set what python sets for a script: its arguments, and its folder first on the path.
+
+    Raises InputError if the script's module cannot be found.
+    """
     sys.argv = [args.script, *args.arguments]
+    sys.path[0] = str(Path.cwd() if args.module else Path(args.script).resolve().parent)
     if args.module:
-        sys.path[0] = str(Path.cwd())
+        check_module(args.script)
+
+
+def run_script(args: argparse.Namespace) -> None:
+    """Run the script as python would, as __main__."""
+    if args.module:
         runpy.run_module(args.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(args.script).resolve().parent)
-        runpy.run_path(args.script, run_name="__main__")
+        runpy.run_path(str(Path(args.script).absolute()), run_name="__main__")
+
+
+def frames_of_script(error: BaseException) -> TracebackType | None:
+    """Return an exception's traceback without the frames above the script's own: this file's and runpy's."""
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code is not run_script.__code__:
+        frames = frames.tb_next
+    while frames and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    return frames  # none for an error of syntax
 
 
 def main() -> None:
     """Record the script. What it raises goes on to Python, without the frames of this file."""
     try:
         args = parse_arguments()
+        prepare(args)
         clear_output_dir(args.output_dir)
         args.output_dir = args.output_dir.resolve()  # the script may change the working directory
         recorder = Recorder(args)
         try:
             run_script(args)
         except SystemExit as stop:
-            if stop.code not in (None, 0):
+            if not recorder.problem and stop.code not in (None, 0):
                 raise
+        except Exception:
+            if recorder.problem:
+                raise recorder.problem from None
+            show = sys.excepthook
+            sys.excepthook = lambda kind, value, _: show(
+                kind, value.with_traceback(frames_of_script(value)), value.__traceback__
+            )
+            raise
         recorder.end_of_script()
     except InputError as error:
         print_line(f"error: {error}", sys.stderr)

@@ -42,6 +42,7 @@ import socket
 import time
 from functools import cached_property
 from itertools import product
+from math import inf, isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +54,9 @@ from training_records import check_rank_files, read_file
 
 FORMAT = "parity-sketches-1"  # marks a rank file; raise the number when its layout changes
 KINDS = {"calls", "activations", "losses", "gradients", "before", "parameters", "buffers", "optimizers"}
+# How losses may be put together: over microbatches, then over replicas. "share": each rank scales its loss by
+# the number of replicas, because gradients are averaged.
+CONVENTIONS = tuple(product(("mean", "sum"), ("mean", "sum", "share")))
 ENVIRONMENT = re.compile(r"(OMP|MKL|CUDA|CUBLAS|NCCL|NEURON|TORCH|PYTORCH|GLOO)_")  # what is kept of it
 
 
@@ -87,7 +91,7 @@ def find_problem(content: object) -> str | None:
     if not isinstance(steps, list) or not steps or len(steps) != metadata.get("steps"):
         return f"it has not the {metadata.get('steps')} steps that its metadata gives"
     for number, step in enumerate(steps, start=1):
-        if not isinstance(step, dict) or not KINDS <= step.keys():
+        if not isinstance(step, dict) or not step.keys() >= KINDS:
             return f"step {number} lacks one of {', '.join(sorted(KINDS))}"
         if not step["parameters"]:
             return f"step {number} has no parameters"
@@ -227,3 +231,59 @@ def shard_group(rank: int, entry: dict) -> tuple[int, ...]:
         )
     )
     return tuple(sorted(int(ranks[place]) for place in places))
+
+
+# ---------------------------------------------------------------- optimizers and losses
+
+
+def rates_of(records: list[dict]) -> dict[str, tuple[str, dict]]:
+    """Return for each parameter the class of its optimizer, and its group's settings."""
+    return {
+        name: (optimizer["class"], group)
+        for record in records
+        for optimizer in record["optimizers"]
+        for group in optimizer["groups"]
+        for name in group["names"]
+    }
+
+
+def losses_of(recording: Recording, step: int, convention: tuple[str, str]) -> float | None:
+    """Return the loss of a step: the mean or sum over microbatches, then over replicas; None without one."""
+    records = recording.of_step(step)
+    values = [records[rank]["losses"] for rank in recording.first_ranks]
+    if not all(values):
+        return None
+    over = {
+        "mean": lambda numbers: sum(numbers) / len(numbers),
+        "sum": sum,
+        "share": lambda numbers: sum(numbers) / len(numbers) ** 2,
+    }
+    return over[convention[1]]([over[convention[0]](of_rank) for of_rank in values])
+
+
+def choose_conventions(reference: Recording, actual: Recording, allowed: float) -> tuple[tuple, tuple]:
+    """Return how the losses of each run are put together, so that those of step 1 agree best.
+
+    Scripts scale what they call backward on differently. The mean over everything comes first.
+    """
+
+    def error(pair: tuple) -> float:
+        one, other = (
+            losses_of(run, 1, convention) for run, convention in zip((reference, actual), pair, strict=True)
+        )
+        return abs(other - one) / abs(one) if one and other is not None and isfinite(one) else inf
+
+    pairs = [(one, other) for one in CONVENTIONS for other in CONVENTIONS]
+    best = min(pairs, key=lambda pair: max(error(pair), allowed))
+    return best if error(best) <= allowed else pairs[0]
+
+
+def unit_of(reference: Recording, actual: Recording) -> float:
+    """Return the eps in which errors are judged: the coarsest of the trained parameters and of what the
+    reference computes. A coarser type in the actual run alone is a difference, no reason to allow more.
+    """
+    types = {entry["dtype"] for run in (reference, actual) for entry in run.of_step(1)[0]["before"].values()}
+    types |= {entry["dtype"] for entry in reference.of_step(1)[0]["activations"]}
+    types |= {entry["dtype"] for entry in reference.of_step(1)[0]["gradients"].values()}
+    floating = [getattr(torch, name) for name in types if getattr(torch, name).is_floating_point]
+    return max(torch.finfo(dtype).eps for dtype in floating)

@@ -57,8 +57,13 @@ def signs(start: int, count: int, which: int) -> torch.Tensor:
     return _signs(_table_size(start + count), which)[start : start + count]
 
 
-def shift(block: int, which: int) -> int:
-    """Return by how many buckets a block of WIDTH rows or columns is shifted."""
+def shift(position: int, which: int, width: int) -> int:
+    """Return by how many buckets the row or column at a position is shifted.
+
+    All of a block have the same shift: of `width` positions, but of SAMPLE_WIDTH for narrower sketches, so
+    that they are what `fold` makes of one that wide.
+    """
+    block = position // max(width, SAMPLE_WIDTH)
     return _shifts(_table_size(block + 1), which)[block]
 
 
@@ -92,7 +97,7 @@ def sketch_matrices(block: torch.Tensor, row: int, column: int, width: int) -> t
             # A shift of the column's bucket by n is the same as one of the row's bucket.
             start = position - column - first
             bucket = position % width
-            moved = by_row[:, :, start : start + length].roll(shift(position // width, COLUMN_SHIFTS), 1)
+            moved = by_row[:, :, start : start + length].roll(shift(position, COLUMN_SHIFTS, width), 1)
             grid[:, :, bucket : bucket + length] += moved
     # Row bucket + column bucket is the same along a diagonal: twice the grid side by side, read with a
     # row's stride that is one shorter, has the diagonals as its columns.
@@ -108,14 +113,17 @@ def _sketch_by_element(block: torch.Tensor, row: int, column: int, width: int) -
     count, rows, columns = block.shape
     sign = signs(row, rows, ROWS)[:, None] * signs(column, columns, COLUMN_SIGNS)
     bucket = _buckets(row, rows, ROW_SHIFTS, width)[:, None] + _buckets(column, columns, COLUMN_SHIFTS, width)
-    total = torch.zeros(count, width, dtype=torch.float64)
-    return total.index_add_(1, (bucket % width).flatten(), (block * sign).reshape(count, -1))
+    # bincount adds faster than index_add_ does. It takes all matrices at once, each with its own buckets.
+    bucket = torch.arange(count)[:, None] * width + (bucket % width).flatten()
+    signed = (block * sign).flatten()
+    return torch.bincount(bucket.flatten(), signed, minlength=count * width).reshape(count, width)
 
 
 def _buckets(start: int, count: int, which: int, width: int) -> torch.Tensor:
-    shifts = [shift(block, which) for block in range(start // width, (start + count - 1) // width + 1)]
-    positions = torch.arange(start, start + count)
-    return positions + torch.tensor(shifts)[positions // width - start // width]
+    buckets = torch.arange(start, start + count)
+    for position, length in runs(start, count, max(width, SAMPLE_WIDTH)):
+        buckets[position - start : position - start + length] += shift(position, which, width)
+    return buckets
 
 
 def _add_rows(part: torch.Tensor, row: int, width: int) -> torch.Tensor:
@@ -128,7 +136,7 @@ def _add_rows(part: torch.Tensor, row: int, width: int) -> torch.Tensor:
         start = position - row
         values = buffer[:, :length]
         values.copy_(part[:, start : start + length])
-        bucket = (position + shift(position // width, ROW_SHIFTS)) % width
+        bucket = (position + shift(position, ROW_SHIFTS, width)) % width
         fits = min(length, width - bucket)
         sign = row_signs[:, start : start + length]
         by_row[:, bucket : bucket + fits].addcmul_(values[:, :fits], sign[:, :fits])
@@ -204,7 +212,7 @@ def describe(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> dict:
     device mesh, "ranks", those in it, and "placements" (all None for a plain tensor);
     counts of the local elements: see `count`.
     """
-    local, shape, offset, where = _shard(tensor.detach())
+    local, shape, offset, where = _shard(tensor)
     if scale is not None:
         local = local / float(scale)
     return {
@@ -216,25 +224,33 @@ def describe(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> dict:
     }
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor: the tensor itself, or a DTensor's local part."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def _shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple, tuple, dict]:
     # The local part on the CPU, the shape of the whole, where the part starts, and its place in the mesh.
     where = {"mesh": None, "ranks": None, "placements": None}
-    shape, offset, local = tuple(tensor.shape), (0,) * tensor.dim(), tensor
+    shape, offset, local = tuple(tensor.shape), (0,) * tensor.dim(), local_shard(tensor).detach()
     if is_dtensor(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         mesh, placements = tensor.device_mesh, tensor.placements
         _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        local = tensor.to_local()
         where = {
             "mesh": tuple(mesh.shape),
             "ranks": tuple(mesh.mesh.flatten().tolist()),
             "placements": tuple(_placement_name(placement) for placement in placements),
         }
     local = local.cpu()
+    if local.layout != torch.strided:  # sparse gradients of an embedding
+        local = local.to_dense()
     if local.is_complex():
-        local = torch.view_as_real(local)
+        local = torch.view_as_real(local.resolve_conj())
         shape, offset = (*shape, 2), (*offset, 0)
+    if local.is_floating_point() and local.itemsize == 1:  # float8 can be copied, and little else
+        local = local.float()
     return local, shape, tuple(offset), where
 
 
@@ -277,39 +293,59 @@ def count(local: torch.Tensor) -> dict:
 def describe_samples(tensor: torch.Tensor, samples: int | None) -> dict | None:
     """Return what is recorded of an activation: a sketch of each sample, of shape (samples, width).
 
-    samples: how many the batch has; None if that is not known, the first dimension then counts.
+    samples: how many the batch has on this rank; None if that is not known, the first dimension counts then.
     A tensor whose first dimension is a multiple of it has as many rows of each sample, or none: position
     embeddings have their own first dimension. So there is a sketch of the whole, too, "sketch", unless
     the first dimension is the samples'. One with another dimension of that size has its samples there.
     Any other is one sample, and "per_sample" is False.
+    None for tensors that hold no values (on the meta device), are nested or sparse, or are cut so that the
+    part of a sample that this rank has is no block of it.
     """
-    local, shape, offset, where = _shard(tensor.detach())
-    if where["placements"] and any(
-        name.startswith("shard") and int(name[6:]) not in (0, 1, len(shape) - 1)
-        for name in where["placements"]
-    ):
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_nested:
         return None
-    samples = samples or len(local)
-    per_sample = True
-    if samples and len(local) % samples == 0 and len(local):
-        matrices = local.reshape(samples, -1, local.shape[-1] if local.dim() > 1 else 1)
-    elif samples in local.shape:
-        matrices = local.movedim(local.shape.index(samples), 0).flatten(1, -2)
-    else:
-        matrices, per_sample = local.reshape(1, -1, local.shape[-1] if local.numel() else 1), False
-    row = offset[1] if local.dim() == 3 and per_sample else 0
-    column = offset[-1] if local.dim() > 1 else 0
-    finite = _finite(matrices)
+    local, shape, offset, where = _shard(tensor)
+    found = _sample_matrices(local, shape, offset, samples)
+    if found is None:
+        return None
+    matrices, row, column, per_sample = found
+    width = sample_width(len(matrices))
+    empty = torch.zeros(len(matrices), width, dtype=torch.float64)
+    whole = None if per_sample and len(local) == len(matrices) else sketch(_finite(local), shape, offset)
     return {
-        "samples": fold(sketch_matrices(finite, row, column, SAMPLE_WIDTH), sample_width(len(matrices))),
+        "samples": sketch_matrices(_finite(matrices), row, column, width) if local.numel() else empty,
         "per_sample": per_sample,
-        "sketch": None if len(local) == samples else sketch(_finite(local), shape, offset),
+        "sketch": whole,
         "shape": tuple(shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         **where,
         "largest": float(local.abs().max()) if local.numel() else 0.0,
-        "not_finite": int((~local.isfinite()).sum()),
+        "not_finite": local.numel() - int(torch.count_nonzero(local.isfinite())),
     }
+
+
+def _sample_matrices(local, shape, offset, samples) -> tuple[torch.Tensor, int, int, bool] | None:
+    # The samples as matrices (samples, rows, columns), where in them this rank's part starts, and whether
+    # they are samples at all.
+    samples = len(local) if samples is None else samples
+    cut = [local.shape[dim] != size for dim, size in enumerate(shape)]
+    place = 0
+    per_sample = samples > 0 and (len(local) == samples or (len(local) % samples == 0 and not cut[0]))
+    if not per_sample and samples in local.shape:
+        place, per_sample = local.shape.index(samples), True
+    if per_sample:
+        local = local.movedim(place, 0)
+        rows = [dim for dim in range(len(shape)) if dim != place]
+    else:
+        local = local[None]
+        rows = list(range(len(shape)))
+    *rows, last = rows or [None]
+    if any(cut[dim] for dim in rows[1:]):
+        return None
+    column = 0 if last is None else offset[last]
+    row = offset[rows[0]] * prod(shape[dim] for dim in rows[1:]) if rows else 0
+    columns = 1 if last is None else local.shape[-1]
+    number = samples if per_sample else 1
+    return local.reshape(number, local.numel() // max(1, number * columns), columns), row, column, per_sample
 
 
 def sample_width(samples: int) -> int:
@@ -327,16 +363,13 @@ def sample_keys(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
     They are exact: of shape (samples, 8) in float64, the same for the same sample wherever it is.
     """
-    tensors = [_shard(tensor.detach())[0] for tensor in tensors]
+    tensors = [_shard(tensor)[0] for tensor in tensors]
     tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
     if not tensors or not len(tensors[0]):
         return None
     keys = torch.zeros(len(tensors[0]), 8, dtype=torch.float64)
     for place, tensor in enumerate(tensors):
-        values = (
-            tensor.reshape(len(tensor), 1, -1)
-            .double()
-            .nan_to_num(NOT_FINITE_KEY * 256, NOT_FINITE_KEY * 256, NOT_FINITE_KEY * 256)
-        )
+        values = tensor.reshape(len(tensor), 1, -1).double()
+        values = values.nan_to_num(*[NOT_FINITE_KEY * 256] * 3)
         keys += sketch_matrices(values, place, 0, 8)
     return keys

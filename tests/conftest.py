@@ -31,7 +31,14 @@ ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
 # Files whose tests start many processes come first, so that the last ones to end are short.
-LONG = ("test_neuron.py", "test_readme.py", "test_bad_input.py", "test_training.py", "test_makefile.py")
+LONG = (
+    "test_neuron.py",
+    "test_readme.py",
+    "test_bad_input.py",
+    "test_training.py",
+    "test_makefile.py",
+    "test_recordings.py",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -17,6 +17,14 @@ ORDER = [
     "training_causes_backward",
     "training_diagnosis",
     "training_comparison",
+    "training_sketches",
+    "training_recordings",
+    "training_recorded_tolerance",
+    "training_recorded_samples",
+    "training_recorded_checks",
+    "training_recorded_comparison",
+    "training_recorded_causes",
+    "training_recorded_diagnosis",
 ]
 TRAINING_SCRIPTS = ("distributed_train", "simplefsdp_tp_train", "oracle_train")
 
@@ -41,7 +49,7 @@ def test_a_library_imports_those_below_it_only(name):
     assert imported(name) <= set(ORDER[: ORDER.index(name)])
 
 
-@pytest.mark.parametrize("name", ["compare_training", "report_training"])
+@pytest.mark.parametrize("name", ["compare_training", "report_training", "record_training"])
 def test_a_command_imports_libraries_only(name):
     assert imported(name) and imported(name) <= set(ORDER)
 

@@ -1,142 +1,25 @@
-"""Name the likely cause of the first difference between two recordings.
+"""Causes of a first difference that only recordings tell: samples, shards, settings, losses.
 
-Sketches are linear. So the hypotheses of training_causes_*.py that look at whole tensors, not at elements,
-hold for sketches as they are: sums, factors, the gradient of the step before. Here are the order in which
-they are tried, the evidence that they look at, and the hypotheses that only recordings allow: they tell
-samples, buffers and the optimizer's settings.
+A hypothesis is a function of the first finding, the ranks that show it, and the two recordings. It returns
+its cause in words, or None. training_recorded_diagnosis.py says in which order they are tried.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from math import prod
 
 import torch
 
-import training_causes_backward as backward
-import training_causes_general as general
-from training_divergence import CONVENTIONS, activations_of, keys_of, losses_of, rates_of, unit_of
-from training_evidence import MAX_UNEXPLAINED, SAME_FACTOR, Evidence, numbered
-from training_recordings import Recording, Whole, wholes
-from training_records import LOSS, Finding, Steps
+from training_evidence import MAX_UNEXPLAINED, SAME_FACTOR, numbered
+from training_recorded_samples import activations_of, keys_of
+from training_recordings import CONVENTIONS, Recording, Whole, losses_of, rates_of, wholes
+from training_records import Finding
 from training_sketches import NOT_FINITE_KEY, fold
 from training_tolerance import factor
 
-FACTORS = [general.scaled_by_own_factors, general.scaled]
-GRADIENTS = [
-    backward.no_gradient,
-    backward.not_reduced,
-    backward.not_reduced_and_scaled,
-    backward.ranks_disagree,
-    backward.accumulated,
-    backward.earlier_gradient,
-    general.scaled_by_own_factors,
-    general.scaled,
-]
-UPDATES = [
-    backward.not_updated,
-    backward.scaled_learning_rate,
-    backward.stale_gradient,
-    backward.momentum,
-    backward.weight_decay,
-]
 LOSS_EPS = 64  # relative difference in eps of float32 up to which two losses are the same number
 # Settings of an optimizer that change how it computes, not what.
 HOW = {"names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay"}
-
-
-def cause_of_recordings(
-    first: Finding, ranks: list[int], reference: Recording | None, actual: Recording
-) -> str | None:
-    """Return the likely cause of the first finding in plain words, None if nothing explains it.
-
-    ranks: those on which it differs.
-    """
-    key = (first.kind, first.name)
-    if cause := not_finite(first, reference, actual):
-        return cause
-    for hypothesis in RECORDED if reference else ():
-        if cause := hypothesis(first, ranks, reference, actual):
-            return cause
-    evidence = Evidence(
-        first.step,
-        first.kind,
-        first.name,
-        ranks,
-        steps_of(actual, key, first.step, reference, own=True),
-        steps_of(reference, key, first.step, actual, own=False) if reference else None,
-        describe_ranks(actual, first),
-        [[(None, None)] * actual.steps for _ in range(actual.world_size)],
-        unit_of(reference or actual, actual),
-    )
-    hypotheses = (
-        FACTORS
-        if first.step == 0
-        else {"gradients": GRADIENTS, "parameters": UPDATES}.get(first.kind, FACTORS)
-    )
-    for hypothesis in hypotheses:
-        if cause := hypothesis(evidence):
-            return cause
-    if first.step and len(ranks) < actual.world_size / 2 and first.kind != "activations":
-        return few_ranks(first, ranks, actual)
-    return None
-
-
-# ---------------------------------------------------------------- the evidence
-
-
-def steps_of(
-    recording: Recording, key: tuple[str, str], step: int, other: Recording | None, own: bool
-) -> Callable[[int], Steps]:
-    """Return a function that gives a rank's tensors of all steps, sketches in place of the tensors.
-
-    own: each rank's; otherwise rank 0's for all, but of an activation the rank's samples in the other run.
-    """
-    known: dict[int, Steps] = {}
-
-    def steps(rank: int) -> Steps:
-        of = rank if own else 0
-        if of not in known:
-            known[of] = steps_of_rank(recording, of)
-        if key[0] != "activations" or other is None:
-            return known[of]
-        pair = (
-            activation_pair(recording, other, key, step, rank)
-            if own
-            else activation_pair(other, recording, key, step, rank)
-        )
-        found = [dict(tensors) for tensors in known[of]]
-        if pair is not None:
-            found[step][key] = pair[0 if own else 1]
-        return found
-
-    return steps
-
-
-def steps_of_rank(recording: Recording, rank: int) -> Steps:
-    """Return a rank's parameters, gradients, deltas and loss of all steps, as it has them."""
-
-    def seen(step: int, kind: str) -> dict[str, torch.Tensor]:
-        tensors = {}
-        for name, by_rank in recording.entries(step, kind).items():
-            own = [whole.sketch for whole in wholes(by_rank) if rank in whole.ranks]
-            tensors.update({name: sketch for sketch in own})
-        return tensors
-
-    start = {("parameters", name): sketch for name, sketch in seen(1, "before").items()}
-    start |= {("buffers", name): sketch for name, sketch in seen(1, "buffers_before").items()}
-    steps = [start]
-    for step in range(1, recording.steps + 1):
-        before, after = seen(step, "before"), seen(step, "parameters")
-        tensors = {("gradients", name): sketch for name, sketch in reversed(seen(step, "gradients").items())}
-        tensors |= {("parameters", name): sketch for name, sketch in after.items()}
-        tensors |= {("deltas", name): after[name] - before[name] for name in after}
-        tensors |= {("buffers", name): sketch for name, sketch in seen(step, "buffers").items()}
-        loss = losses_of(recording, step, CONVENTIONS[0])
-        if loss is not None:
-            tensors[LOSS] = torch.tensor(loss, dtype=torch.float64)
-        steps.append(tensors)
-    return steps
 
 
 def activation_pair(
@@ -160,29 +43,6 @@ def activation_pair(
     return one, other
 
 
-def describe_ranks(recording: Recording, first: Finding) -> list[dict]:
-    """Return for each rank what Evidence.metadata holds, as far as a recording tells."""
-    replicas = recording.replicas
-    step = max(1, first.step)
-    optimizer, group = rates_of(recording.of_step(step)[:1]).get(first.name, ("", {}))
-    plain = optimizer == "SGD" and not any(group.get(key) for key in ("momentum", "weight_decay", "maximize"))
-    degree = max(replicas) + 1
-    return [
-        {
-            "rank": rank,
-            "world_size": recording.world_size,
-            "dp_degree": degree,
-            "dp_rank": replica,
-            "tp_degree": recording.world_size // degree,
-            "tp_rank": replicas[:rank].count(replica),
-            "learning_rate": group.get("lr"),
-            "optimizer": "SGD" if plain else optimizer,
-            "microbatches": len(recording.of_step(step)[rank]["losses"]) or 1,
-        }
-        for rank, replica in enumerate(replicas)
-    ]
-
-
 # ---------------------------------------------------------------- hypotheses
 
 
@@ -198,9 +58,37 @@ def not_finite(first: Finding, reference: Recording | None, actual: Recording) -
             ranks = sorted({rank for whole in bad for rank in whole.ranks})
             return (
                 f"the first value that is not finite in the {title} is in {first.kind} {first.name} of step "
-                f"{first.step}, on {numbered('rank', ranks)}: {bad[0].not_finite} elements; everything before is finite"
+                f"{first.step}, on {numbered('rank', ranks)}: {bad[0].not_finite} elements; everything "
+                "before is finite"
             )
     return None
+
+
+def tied(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """Two names are one tensor in one run, and two tensors in the other."""
+    one, other = (set(run.metadata["tied"].get(first.name, ())) for run in (reference, actual))
+    if first.kind != "parameters" or first.step or one == other:
+        return None
+    names = f"{first.name} and {', '.join(sorted(one ^ other))}"
+    if one - other:
+        return f"{names} are tied in the reference, separate here, such as after to_empty() or a copy"
+    return f"{names} are tied here, separate in the reference"
+
+
+def in_no_optimizer(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The optimizer does not hold the parameter."""
+    if first.kind not in ("gradients", "parameters") or not first.step:
+        return None
+    theirs, ours = (rates_of(run.of_step(first.step)[:1]).keys() for run in (reference, actual))
+    missing = sorted(theirs - ours)
+    if first.name not in missing:
+        return None
+    strange = sorted(ours - actual.entries(1, "before").keys() | ours - theirs)
+    other = f"; it holds {', '.join(strange[:3])}, which the reference's does not" if strange else ""
+    return (
+        f"no optimizer holds {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
+        f"({len(missing)} of {len(theirs)} parameters): not updated by the optimizer{other}"
+    )
 
 
 def samples_of_own(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
@@ -211,8 +99,8 @@ def samples_of_own(first: Finding, ranks: list[int], reference: Recording, actua
         together = [rank for rank, of_rank in enumerate(reference.replicas) if of_rank == replica]
         if len({actual.replicas[rank] for rank in together}) > 1:
             return (
-                f"{numbered('rank', together)} have the same samples in the reference, and different ones here: samples "
-                "chosen by the rank, not by the data-parallel replica"
+                f"{numbered('rank', together)} have the same samples in the reference, and different ones "
+                "here: samples chosen by the rank, not by the data-parallel replica"
             )
     return None
 
@@ -231,8 +119,8 @@ def other_samples(first: Finding, ranks: list[int], reference: Recording, actual
     total, world = sum(expected.values()), actual.world_size
     if len(actual.first_ranks) == 1 < world and not got - expected:
         return (
-            f"all {world} ranks have the same {sum(got.values())} of the reference's {total} samples: the same "
-            "batch on every rank"
+            f"all {world} ranks have the same {sum(got.values())} of the reference's {total} samples: the "
+            "same batch on every rank"
         )
     if got == expected + expected:
         return f"each of the {total} samples is there twice: the model ran twice in this step"
@@ -242,8 +130,8 @@ def other_samples(first: Finding, ranks: list[int], reference: Recording, actual
     twice = [key for key, count in got.items() if count > expected[key] > 0]
     if twice and expected - got and not got.keys() - expected.keys():
         return (
-            f"{len(twice)} of the reference's {total} samples are on two ranks or more, and {len(expected - got)} on "
-            "none: slices overlap"
+            f"{len(twice)} of the reference's {total} samples are on two ranks or more, and "
+            f"{len(expected - got)} on none: slices overlap"
         )
     for other in range(1, actual.steps + 1):
         if other != step and (
@@ -311,7 +199,7 @@ def other_type(first: Finding, ranks: list[int], reference: Recording, actual: R
 def pairs_of(
     first: Finding, ranks: list[int], reference: Recording, actual: Recording
 ) -> tuple[dict[int, dict], Whole, Whole] | None:
-    """Return what each rank recorded of the first tensor, and it as a whole in the actual run and the reference."""
+    """Return what each rank recorded of the first tensor, and it as a whole in both runs."""
     kind = {"parameters": "parameters" if first.step else "before", "gradients": "gradients"}.get(first.kind)
     if kind is None:
         return None
@@ -353,8 +241,8 @@ def other_start(first: Finding, ranks: list[int], reference: Recording, actual: 
     else:
         why = "another seed there, and no broadcast"
     return (
-        f"{who} start{'s' if everyone or len(different) == 1 else ''} from other values of {first.name} (correlation "
-        f"{max(cosines, key=abs):.2f} with the expected, the same spread): {why}"
+        f"{who} start{'s' if everyone or len(different) == 1 else ''} from other values of {first.name} "
+        f"(correlation {max(cosines, key=abs):.2f} with the expected, the same spread): {why}"
     )
 
 
@@ -388,8 +276,8 @@ def shards_scaled(first: Finding, ranks: list[int], reference: Recording, actual
     if not factors or max(factors) - min(factors) <= SAME_FACTOR or rest > MAX_UNEXPLAINED**2 * difference:
         return None
     return (
-        f"each of the {len(factors)} shards of {first.kind} {first.name} is the reference's times a factor of its own, "
-        f"{min(factors):.4g} to {max(factors):.4g}: scaled by a norm of the local shard"
+        f"each of the {len(factors)} shards of {first.kind} {first.name} is the reference's times a factor "
+        f"of its own, {min(factors):.4g} to {max(factors):.4g}: scaled by a norm of the local shard"
     )
 
 
@@ -410,8 +298,8 @@ def shards(first: Finding, ranks: list[int], reference: Recording, actual: Recor
         values = {values_of(part["largest"], part["magnitudes"], part["zeros"]) for part in parts.values()}
         if len(values) == 1 and own.elements >= 16 * len(parts):
             return (
-                f"the {len(parts)} shards of {what} have as many values of each magnitude and the same largest one, "
-                f"{own.largest:.6g}: every rank holds the same shard"
+                f"the {len(parts)} shards of {what} have as many values of each magnitude and the same "
+                f"largest one, {own.largest:.6g}: every rank holds the same shard"
             )
     if expected.elements >= 64 and values_of(own.largest, own.magnitudes, own.zeros) == values_of(
         expected.largest, expected.magnitudes, expected.zeros
@@ -438,8 +326,8 @@ def narrow_values(first: Finding, ranks: list[int], reference: Recording, actual
     if own.dtype == torch.bfloat16 or count < 16 or own.bfloat16_exact < own.elements or share >= 0.5:
         return None
     return (
-        f"{first.kind} {first.name}: all {count} values are exact in bfloat16, of the reference's {share:.1%}: computed "
-        "or reduced in bfloat16"
+        f"{first.kind} {first.name}: all {count} values are exact in bfloat16, of the reference's "
+        f"{share:.1%}: computed or reduced in bfloat16"
     )
 
 
@@ -457,8 +345,8 @@ def sum_of_ranks(first: Finding, ranks: list[int], reference: Recording, actual:
     if not unexplained <= MAX_UNEXPLAINED:
         return None
     return (
-        f"{first.kind} {first.name}: the sum over the {len(replica)} tensor-parallel ranks is the reference but for "
-        f"{unexplained:.0e} of the difference: not reduced"
+        f"{first.kind} {first.name}: the sum over the {len(replica)} tensor-parallel ranks is the reference "
+        f"but for {unexplained:.0e} of the difference: not reduced"
     )
 
 
@@ -506,8 +394,8 @@ def weighted_equally(first: Finding, ranks: list[int], reference: Recording, act
     if abs(mean / expected - 1) > LOSS_EPS * 2.0**-23:
         return None
     return (
-        f"ranks or microbatches have uneven numbers of samples, {min(sizes)} to {max(sizes)}, and their losses count "
-        f"the same: weighted by the samples the loss is {mean:.9g}, the reference's"
+        f"ranks or microbatches have uneven numbers of samples, {min(sizes)} to {max(sizes)}, and their "
+        f"losses count the same: weighted by the samples the loss is {mean:.9g}, the reference's"
     )
 
 
@@ -517,31 +405,15 @@ def other_loss(first: Finding, ranks: list[int], reference: Recording, actual: R
         return None
     one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
     return (
-        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or the loss "
-        "function is another, or its mean is over something else (each rank's own tokens, not all)"
+        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or "
+        "the loss function is another, or its mean is over something else (each rank's own tokens, not all)"
     )
-
-
-RECORDED = [
-    samples_of_own,
-    other_samples,
-    other_type,
-    other_settings,
-    shards,
-    other_start,
-    shards_scaled,
-    narrow_values,
-    sum_of_ranks,
-    loss_factor,
-    weighted_equally,
-    other_loss,
-]
 
 
 def few_ranks(first: Finding, ranks: list[int], actual: Recording) -> str:
     """Most ranks have the right tensor. A mistake in the plan would show on all of them."""
     right = actual.world_size - len(ranks)
     return (
-        f"{first.kind} {first.name} is wrong on {numbered('rank', ranks)} alone, and right on the other {right}: not "
-        "the plan, but something that happened there"
+        f"{first.kind} {first.name} is wrong on {numbered('rank', ranks)} alone, and right on the other "
+        f"{right}: not the plan, but something that happened there"
     )

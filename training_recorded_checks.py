@@ -1,0 +1,94 @@
+"""What must hold in a recording by itself."""
+
+import torch
+
+from training_recorded_tolerance import judge_whole
+from training_recordings import Recording, Whole, rates_of, wholes
+from training_records import Finding, Key, ranges
+from training_tolerance import NORM_EPS
+
+CHECKS = {
+    "finite": "no value is NaN or infinite",
+    "ranks agree": "copies of gradients and parameters are the same on every rank that has one",
+    "nonzero": "the gradients of a step are not all zero",
+    "sgd": "an update of plain SGD is -learning rate x (gradient + weight decay x parameter)",
+}
+
+
+class Checks:
+    """What must hold in one recording; counts and findings as training_invariants.py has them."""
+
+    def __init__(self, run: str) -> None:
+        self.run, self.texts = run, CHECKS
+        self.checked = dict.fromkeys(CHECKS, 0)
+        self.findings: list[Finding] = []
+
+    def failed(self, check: str) -> int:
+        """Return how often one was broken."""
+        return sum(finding.check == f"{check} ({self.run} run)" for finding in self.findings)
+
+    def fail(self, step: int, key: Key, ranks: tuple[int, ...], check: str, message: str) -> None:
+        """Keep a finding for each of the ranks."""
+        self.findings += [Finding(step, rank, *key, f"{check} ({self.run} run)", message) for rank in ranks]
+
+
+def check_recording(run: str, recording: Recording, unit: float) -> Checks:
+    """Check what must hold in a recording by itself."""
+    checks = Checks(run)
+    for step in range(1, recording.steps + 1):
+        nonzero = False
+        for kind in ("gradients", "before", "parameters"):
+            name_of_kind = "parameters" if kind == "before" else kind
+            for name, by_rank in recording.entries(step, kind).items():
+                copies = wholes(by_rank)
+                nonzero |= kind == "gradients" and any(copy.largest for copy in copies)
+                key = (name_of_kind, name)
+                at = step - 1 if kind == "before" else step
+                if kind != "before" or step == 1:
+                    check_copies(checks, at, key, copies, unit)
+        checks.checked["nonzero"] += 1
+        if not nonzero:
+            name = next(iter(recording.entries(step, "parameters")))
+            ranks = tuple(range(recording.world_size))
+            checks.fail(step, ("gradients", name), ranks, "nonzero", ": all gradients of this step are zero")
+        check_sgd(checks, step, recording, unit)
+    return checks
+
+
+def check_copies(checks: Checks, step: int, key: Key, copies: list[Whole], unit: float) -> None:
+    """Check that a tensor is finite, and that ranks that each have a copy of it have the same."""
+    first = copies[0]
+    for copy in copies:
+        checks.checked["finite"] += 1
+        if copy.not_finite:
+            checks.fail(step, key, copy.ranks, "finite", f": {copy.not_finite} values are not finite")
+    for copy in copies[1:]:
+        checks.checked["ranks agree"] += 1
+        result = judge_whole(copy, first, unit)
+        if not result.passed and not first.not_finite:
+            of_first = f", from that of rank{'s' if len(first.ranks) > 1 else ''} {ranges(first.ranks)}"
+            checks.fail(step, key, copy.ranks, "ranks agree", result.message + of_first)
+
+
+def check_sgd(checks: Checks, step: int, recording: Recording, unit: float) -> None:
+    """Check the updates of plain SGD: momentum adds what no single step tells."""
+    settings = rates_of(recording.of_step(step)[:1])
+    kinds = [recording.entries(step, kind) for kind in ("gradients", "before", "parameters")]
+    skipped = any(optimizer["skipped"] for optimizer in recording.of_step(step)[0]["optimizers"])
+    for name, (optimizer, group) in settings.items():
+        if skipped or optimizer != "SGD" or group.get("momentum") or not all(name in kind for kind in kinds):
+            continue
+        for gradient, before, after in zip(*(wholes(kind[name]) for kind in kinds), strict=True):
+            sign = -1 if group.get("maximize") else 1
+            decay = group.get("weight_decay", 0) or 0
+            expected = -group["lr"] * (sign * gradient.sketch + decay * before.sketch)
+            checks.checked["sgd"] += 1
+            if gradient.not_finite or before.not_finite or after.not_finite:
+                continue
+            error = (after.sketch - before.sketch - expected).norm().item()
+            eps = torch.finfo(after.dtype).eps
+            # Twice the rounding of the parameter, and of the product.
+            allowed = 2 * eps * after.norm + NORM_EPS * unit * expected.norm().item()
+            if error > allowed:
+                text = f": the update differs from its gradient's by {error:.3g}, allowed {allowed:.3g}"
+                checks.fail(step, ("parameters", name), after.ranks, "sgd", text)

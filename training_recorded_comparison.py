@@ -1,0 +1,339 @@
+"""Two recordings, step by step: where the one first leaves the other, as far as sketches tell.
+
+In a step the order is causal: the samples, activations in the order of execution, the loss, gradients from
+the last layer to the first, parameters, buffers. training_recorded_tolerance.py has the criterion.
+"""
+
+from collections import Counter, defaultdict
+from math import isfinite
+
+import torch
+
+from training_common import InputError
+from training_comparison import Outcome, in_causal_order
+from training_recorded_checks import check_recording
+from training_recorded_samples import Rows, activations_of, judge_rows, keys_of
+from training_recorded_tolerance import Drift, adaptive_allowance, distance, floor_of, judge, judge_whole
+from training_recordings import (
+    CONVENTIONS,
+    Recording,
+    choose_conventions,
+    losses_of,
+    rates_of,
+    unit_of,
+    wholes,
+)
+from training_records import LOSS, Finding, Key
+from training_tolerance import NORM_EPS, Result, Tolerance, mismatch
+
+SAMPLES = ("inputs", "samples")
+KINDS = ("inputs", "activations", "losses", "gradients", "parameters", "buffers")
+# Optimizers whose update is proportional to the gradient. Any other may turn a gradient that is zero but
+# for rounding into a full step.
+LINEAR = ("SGD", "ASGD")
+
+
+class Divergence:
+    """What comparing two recordings has found; with the fields that training_comparison.Comparison has."""
+
+    def __init__(self, world_size: int, steps: int) -> None:
+        self.results: dict[Key, list[tuple[int, int, Result]]] = defaultdict(list)  # (rank, step, result)
+        self.findings: list[Finding] = []
+        self.scores = [[0.0] * (steps + 1) for _ in range(world_size)]  # by rank and step
+        self.notes: list[str] = []  # what is to be known, and no mistake
+        self.order: list[Key] = []  # keys as they come in a step
+
+    def add(self, step: int, key: Key, ranks: tuple[int, ...], result: Result) -> None:
+        """Keep the result of a tensor that these ranks have."""
+        if key not in self.results:
+            self.order.append(key)
+        for rank in ranks:
+            self.results[key].append((rank, step, result))
+            self.scores[rank][step] = max(self.scores[rank][step], result.score)
+            if not result.passed:
+                self.findings.append(Finding(step, rank, *key, "reference", result.message))
+
+    def note(self, text: str) -> None:
+        """Keep a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @property
+    def path(self) -> list[dict]:
+        """The way through the model: of each activation and gradient, by step, the worst error in eps.
+
+        Activations are in the order of execution, gradients from the last layer to the first.
+        """
+        found = []
+        for kind in ("activations", "gradients"):
+            for key in [key for key in self.order if key[0] == kind]:
+                by_step = defaultdict(float)
+                for _, step, result in self.results[key]:
+                    by_step[step] = max(by_step[step], result.eps)
+                errors = [by_step.get(step) for step in range(1, len(self.scores[0]))]
+                found.append({"kind": kind, "name": key[1], "eps": errors})
+        return found
+
+    def by_kind(self) -> dict[str, list[Result]]:
+        """Return the results of each kind of tensor."""
+        kinds = {kind: [] for kind in KINDS}
+        for (kind, _), results in self.results.items():
+            kinds[kind] += [result for _, _, result in results]
+        return kinds
+
+
+# ---------------------------------------------------------------- samples and activations
+
+
+def compare_samples(
+    step: int, reference: list[list[list]], actual: list[list[list]], recordings: tuple, found: Divergence
+) -> bool:
+    """Compare which samples the two runs had in a step; return whether they are the same."""
+    lists = [
+        [key for rank in recording.first_ranks for call in keys[rank] for key in call]
+        for recording, keys in zip(recordings, (reference, actual), strict=True)
+    ]
+    counts = [Counter(keys) for keys in lists]
+    if not all(counts):
+        found.note("calls of the model were not seen in one of the runs: samples are not compared")
+        return True
+    if any(key[0] == "call" for key in (*counts[0], *counts[1])):
+        found.note("the models are called without a tensor of samples: activations are compared call by call")
+        return True
+    missing, extra = counts[0] - counts[1], counts[1] - counts[0]
+    total = sum(counts[0].values())
+    ranks = tuple(range(recordings[1].world_size))
+    if not missing and not extra:
+        found.add(step, SAMPLES, ranks, Result(True))
+        if lists[0] != lists[1]:
+            found.note("the ranks got the reference's samples in another order, such as round robin")
+        return True
+    gone, others = sum(missing.values()), sum(extra.values())
+    message = f": {gone} of the reference's {total} samples are missing, {others} others are there"
+    found.add(step, SAMPLES, ranks, mismatch(message))
+    return False
+
+
+def compare_activations(
+    step: int,
+    reference: dict[Key, list[Rows]],
+    actual: dict[Key, list[Rows]],
+    same_layout: bool,
+    drift: Drift,
+    unit: float,
+    norm_eps: float,
+    found: Divergence,
+) -> None:
+    """Compare the activations of modules that both runs have, sample by sample.
+
+    same_layout: ranks have the same places in both runs.
+    """
+    for key, rows in actual.items():
+        if key not in reference:
+            continue
+        by_group = defaultdict(list)
+        for row in rows:
+            by_group[row.ranks].append(row)
+        for ranks, of_ranks in by_group.items():
+            # A plain tensor may be a shard. With the same ranks in both runs, a rank's own is meant.
+            own = [row for row in reference[key] if same_layout and row.ranks == ranks] or reference[key]
+            result = judge_rows(of_ranks, own, key[1], drift, unit, norm_eps)
+            if result is None:
+                found.note(f"{key[1]}: its output has another shape in each run, not compared")
+            else:
+                found.add(step, key, ranks, result)
+    if step == 1 and (only := reference.keys() ^ actual.keys()):
+        where = "compiled or wrapped in the other"
+        names = ", ".join(name for _, name in sorted(only)[:3])
+        found.note(f"activations of {len(only)} modules are in one run only ({names}, ...): {where}")
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def compare_recordings(reference: Recording | None, actual: Recording, tolerance: Tolerance) -> Outcome:
+    """Compare two recordings, or check one by itself. Raises InputError if they are not of the same job."""
+    if reference is None:
+        check = check_recording("actual", actual, unit_of(actual, actual))
+        losses = [{"actual": losses_of(actual, step, CONVENTIONS[0])} for step in range(1, actual.steps + 1)]
+        return Outcome(None, [check], [], losses, in_causal_order(check.findings, {}))
+    check_same_model(reference, actual)
+    norm_eps = NORM_EPS if tolerance.norm_eps is None else tolerance.norm_eps
+    unit = unit_of(reference, actual)
+    found, drift, losses = Divergence(actual.world_size, actual.steps), Drift(), []
+    checks = [check_recording("actual", actual, unit), check_recording("reference", reference, unit)]
+    same_layout = reference.replicas == actual.replicas
+    compare_start(reference, actual, found)
+    conventions = choose_conventions(reference, actual, norm_eps * max(unit, 2.0**-23))
+    say_conventions(conventions, found)
+    for step in range(1, actual.steps + 1):
+        keys = keys_of(reference, step), keys_of(actual, step)
+        compare_samples(step, *keys, (reference, actual), found)
+        activations = activations_of(reference, step, keys[0]), activations_of(actual, step, keys[1])
+        compare_activations(step, *activations, same_layout, drift, unit, norm_eps, found)
+        losses.append(compare_losses(step, reference, actual, conventions, unit, norm_eps, found))
+        compare_gradients(step, reference, actual, unit, norm_eps, found)
+        compare_parameters(step, reference, actual, unit, norm_eps, drift, found)
+        compare_kind(step, "buffers", reference, actual, unit, norm_eps, found)
+    if drift.explained and not found.findings:
+        optimizer = next(iter(drift.explained.values()))
+        names = ", ".join(drift.explained)
+        found.note(f"{optimizer} turns gradients that are zero but for rounding into full steps: {names}")
+    findings = found.findings + [finding for check in checks for finding in check.findings]
+    keys = sorted(found.results, key=lambda key: KINDS.index(key[0]))  # each kind as it came
+    order = {key: place for place, key in enumerate(keys)}
+    return Outcome(found, checks, [], losses, in_causal_order(findings, order))
+
+
+def compare_start(reference: Recording, actual: Recording, found: Divergence) -> None:
+    """Compare parameters and buffers before training; the tolerance of a copy, 16 eps of their type."""
+    for kind, name in (("buffers_before", "buffers"), ("before", "parameters")):
+        ours, theirs = actual.entries(1, kind), reference.entries(1, kind)
+        for tensor in [tensor for tensor in theirs if tensor in ours]:
+            expected = wholes(theirs[tensor])[0]
+            for whole in wholes(ours[tensor]):
+                found.add(0, (name, tensor), whole.ranks, judge_whole(whole, expected, 0.0))
+    tied = reference.metadata["tied"], actual.metadata["tied"]
+    ranks = tuple(range(actual.world_size))
+    for name in {**tied[0], **tied[1]}:
+        one, other = (set(names.get(name, ())) for names in tied)
+        if one != other:
+            run, others = ("reference", "actual") if one - other else ("actual", "reference")
+            message = (
+                f": the same tensor as {', '.join(sorted(one ^ other))} in the {run} run, not in the {others}"
+            )
+            found.add(0, ("parameters", name), ranks, mismatch(message))
+
+
+def compare_losses(
+    step: int,
+    reference: Recording,
+    actual: Recording,
+    conventions: tuple,
+    unit: float,
+    norm_eps: float,
+    found: Divergence,
+) -> dict:
+    """Compare the loss of a step; return both."""
+    one, other = losses_of(reference, step, conventions[0]), losses_of(actual, step, conventions[1])
+    ranks = tuple(range(actual.world_size))
+    if one is not None and other is not None:
+        if isfinite(one) and isfinite(other):
+            result = judge(abs(other - one), abs(one), max(unit, 2.0**-23), 0.0, norm_eps)
+            if not result.passed:
+                result = result._replace(message=f": reference {one:.9g}, actual {other:.9g}{result.message}")
+        else:
+            result = mismatch(f": reference {one:.9g}, actual {other:.9g}: not finite")
+        found.add(step, LOSS, ranks, result)
+    return {"reference": one, "actual": other}
+
+
+def say_conventions(conventions: tuple, found: Divergence) -> None:
+    """Note how losses are put together, where it is not the mean over everything."""
+    for run, (microbatches, ranks) in zip(("reference", "actual"), conventions, strict=True):
+        if (microbatches, ranks) != CONVENTIONS[0]:
+            over = "divided by their number twice" if ranks == "share" else ranks
+            found.note(
+                f"losses of the {run} run: {microbatches} over the microbatches, {over} over the replicas"
+            )
+
+
+def compare_gradients(
+    step: int, reference: Recording, actual: Recording, unit: float, norm_eps: float, found: Divergence
+) -> None:
+    """Compare gradients from the last layer to the first. Those that are zero but for rounding pass."""
+    ours, theirs = actual.entries(step, "gradients"), reference.entries(step, "gradients")
+    expected = {name: wholes(by_rank)[0] for name, by_rank in theirs.items()}
+    floor = floor_of(expected)
+    everyone = tuple(range(actual.world_size))
+    for name in reversed(list({**theirs, **ours})):
+        key = ("gradients", name)
+        if name not in ours or name not in theirs:
+            run = "actual" if name not in ours else "reference"
+            found.add(step, key, everyone, mismatch(f": there is none in the {run} run"))
+            continue
+        for whole in wholes(ours[name]):
+            if max(whole.largest, expected[name].largest) <= floor and not whole.not_finite:
+                text = "zero but for rounding in both runs, not compared"
+                found.add(step, key, whole.ranks, Result(True, message=text))
+            else:
+                found.add(step, key, whole.ranks, judge_whole(whole, expected[name], unit, 0.0, norm_eps))
+
+
+def compare_parameters(
+    step: int,
+    reference: Recording,
+    actual: Recording,
+    unit: float,
+    norm_eps: float,
+    drift: Drift,
+    found: Divergence,
+) -> None:
+    """Compare parameters after a step, and keep for the next one by how much they differ."""
+    ours, theirs = actual.entries(step, "parameters"), reference.entries(step, "parameters")
+    start, gradients = reference.entries(1, "before"), reference.entries(step, "gradients")
+    settings = rates_of(reference.of_step(step)[:1])
+    expected_gradients = {name: wholes(by_rank)[0] for name, by_rank in gradients.items()}
+    floor = floor_of(expected_gradients)
+    for name in theirs:
+        expected, initial = wholes(theirs[name])[0], wholes(start[name])[0]
+        optimizer, group = settings.get(name, ("", {}))
+        if name in gradients and optimizer not in LINEAR:
+            gradient = expected_gradients[name]
+            drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor)
+        more = NORM_EPS * unit * distance(expected, initial) + drift.allowed[name]
+        differences = []
+        for whole in wholes(ours.get(name, {})):
+            eps = torch.finfo(whole.dtype).eps
+            result = judge_whole(whole, expected, eps, more, norm_eps)
+            found.add(step, ("parameters", name), whole.ranks, result)
+            differences.append(distance(whole, expected))
+            explained = NORM_EPS * (eps * expected.norm + unit * distance(expected, initial))
+            if result.passed and differences[-1] > explained:
+                drift.explained[name] = optimizer
+        drift.measured[name] = (max(differences, default=0.0), expected.norm, len(expected.shape))
+
+
+def compare_kind(
+    step: int,
+    kind: str,
+    reference: Recording,
+    actual: Recording,
+    unit: float,
+    norm_eps: float,
+    found: Divergence,
+) -> None:
+    """Compare the tensors of a kind that both runs have."""
+    ours, theirs = actual.entries(step, kind), reference.entries(step, kind)
+    for name in [name for name in theirs if name in ours]:
+        expected = wholes(theirs[name])[0]
+        for whole in wholes(ours[name]):
+            found.add(step, (kind, name), whole.ranks, judge_whole(whole, expected, unit, 0.0, norm_eps))
+
+
+def check_same_model(reference: Recording, actual: Recording) -> None:
+    """Raise InputError unless both have the same steps and parameters of the same names and shapes."""
+    if reference.steps != actual.steps:
+        raise InputError(
+            f"the runs differ in steps: reference {reference.steps}, actual {actual.steps}; record as many"
+        )
+    if reference.metadata["saved_at"] == actual.metadata["saved_at"]:
+        raise InputError("the two directories hold the same run, one is a copy; give two runs")
+    theirs, ours = reference.entries(1, "before"), actual.entries(1, "before")
+    other_names = {
+        name for run in (reference, actual) for names in run.metadata["tied"].values() for name in names
+    }
+    different = sorted((theirs.keys() ^ ours.keys()) - other_names)
+    if different:
+        run = "actual" if different[0] in ours else "reference"
+        raise InputError(
+            f"parameter {different[0]} is in the {run} run only ({len(different)} such): another model, or "
+            "an optimizer that holds other tensors"
+        )
+    for name in theirs.keys() & ours.keys():
+        shapes = [wholes(run[name])[0].shape for run in (theirs, ours)]
+        if shapes[0] != shapes[1]:
+            raise InputError(
+                f"parameter {name} is {shapes[0]} in the reference, {shapes[1]} in the actual run: a plain "
+                "tensor that was sharded by hand cannot be put together; make it a DTensor"
+            )

@@ -1,0 +1,172 @@
+"""Name the likely cause of the first difference between two recordings.
+
+Sketches are linear. So the hypotheses of training_causes_*.py that look at whole tensors, not at elements,
+hold for sketches as they are: sums, factors, the gradient of the step before. Here are the order in which
+they are tried, and the evidence that they look at. training_recorded_causes.py has those that only
+recordings allow.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+import training_causes_backward as backward
+import training_causes_general as general
+import training_recorded_causes as recorded
+from training_evidence import Evidence
+from training_recorded_causes import activation_pair
+from training_recordings import CONVENTIONS, Recording, losses_of, rates_of, unit_of, wholes
+from training_records import LOSS, Finding, Steps
+
+RECORDED = [
+    recorded.tied,
+    recorded.in_no_optimizer,
+    recorded.samples_of_own,
+    recorded.other_samples,
+    recorded.other_type,
+    recorded.other_settings,
+    recorded.shards,
+    recorded.other_start,
+    recorded.shards_scaled,
+    recorded.narrow_values,
+    recorded.sum_of_ranks,
+    recorded.loss_factor,
+    recorded.weighted_equally,
+    recorded.other_loss,
+]
+FACTORS = [general.scaled_by_own_factors, general.scaled]
+GRADIENTS = [
+    backward.no_gradient,
+    backward.not_reduced,
+    backward.not_reduced_and_scaled,
+    backward.ranks_disagree,
+    backward.accumulated,
+    backward.earlier_gradient,
+    general.scaled_by_own_factors,
+    general.scaled,
+]
+UPDATES = [
+    backward.not_updated,
+    backward.scaled_learning_rate,
+    backward.stale_gradient,
+    backward.momentum,
+    backward.weight_decay,
+]
+
+
+def cause_of_recordings(
+    first: Finding, ranks: list[int], reference: Recording | None, actual: Recording
+) -> str | None:
+    """Return the likely cause of the first finding in plain words, None if nothing explains it.
+
+    ranks: those on which it differs.
+    """
+    key = (first.kind, first.name)
+    if cause := recorded.not_finite(first, reference, actual):
+        return cause
+    for hypothesis in RECORDED if reference else ():
+        if cause := hypothesis(first, ranks, reference, actual):
+            return cause
+    evidence = Evidence(
+        first.step,
+        first.kind,
+        first.name,
+        ranks,
+        steps_of(actual, key, first.step, reference, own=True),
+        steps_of(reference, key, first.step, actual, own=False) if reference else None,
+        describe_ranks(actual, first),
+        [[(None, None)] * actual.steps for _ in range(actual.world_size)],
+        unit_of(reference or actual, actual),
+    )
+    hypotheses = (
+        FACTORS
+        if first.step == 0
+        else {"gradients": GRADIENTS, "parameters": UPDATES}.get(first.kind, FACTORS)
+    )
+    for hypothesis in hypotheses:
+        if cause := hypothesis(evidence):
+            return cause
+    if first.step and len(ranks) < actual.world_size / 2 and first.kind != "activations":
+        return recorded.few_ranks(first, ranks, actual)
+    return None
+
+
+# ---------------------------------------------------------------- the evidence
+
+
+def steps_of(
+    recording: Recording, key: tuple[str, str], step: int, other: Recording | None, own: bool
+) -> Callable[[int], Steps]:
+    """Return a function that gives a rank's tensors of all steps, sketches in place of the tensors.
+
+    own: each rank's; otherwise rank 0's for all, but of an activation the rank's samples in the other run.
+    """
+    known: dict[int, Steps] = {}
+
+    def steps(rank: int) -> Steps:
+        of = rank if own else 0
+        if of not in known:
+            known[of] = steps_of_rank(recording, of)
+        if key[0] != "activations" or other is None:
+            return known[of]
+        pair = (
+            activation_pair(recording, other, key, step, rank)
+            if own
+            else activation_pair(other, recording, key, step, rank)
+        )
+        found = [dict(tensors) for tensors in known[of]]
+        if pair is not None:
+            found[step][key] = pair[0 if own else 1]
+        return found
+
+    return steps
+
+
+def steps_of_rank(recording: Recording, rank: int) -> Steps:
+    """Return a rank's parameters, gradients, deltas and loss of all steps, as it has them."""
+
+    def seen(step: int, kind: str) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for name, by_rank in recording.entries(step, kind).items():
+            for whole in wholes(by_rank):
+                if rank in whole.ranks:
+                    tensors[name] = whole.sketch
+        return tensors
+
+    start = {("parameters", name): sketch for name, sketch in seen(1, "before").items()}
+    start |= {("buffers", name): sketch for name, sketch in seen(1, "buffers_before").items()}
+    steps = [start]
+    for step in range(1, recording.steps + 1):
+        before, after = seen(step, "before"), seen(step, "parameters")
+        tensors = {("gradients", name): sketch for name, sketch in reversed(seen(step, "gradients").items())}
+        tensors |= {("parameters", name): sketch for name, sketch in after.items()}
+        tensors |= {("deltas", name): after[name] - before[name] for name in after}
+        tensors |= {("buffers", name): sketch for name, sketch in seen(step, "buffers").items()}
+        loss = losses_of(recording, step, CONVENTIONS[0])
+        if loss is not None:
+            tensors[LOSS] = torch.tensor(loss, dtype=torch.float64)
+        steps.append(tensors)
+    return steps
+
+
+def describe_ranks(recording: Recording, first: Finding) -> list[dict]:
+    """Return for each rank what Evidence.metadata holds, as far as a recording tells."""
+    replicas = recording.replicas
+    step = max(1, first.step)
+    optimizer, group = rates_of(recording.of_step(step)[:1]).get(first.name, ("", {}))
+    plain = optimizer == "SGD" and not any(group.get(key) for key in ("momentum", "weight_decay", "maximize"))
+    degree = max(replicas) + 1
+    return [
+        {
+            "rank": rank,
+            "world_size": recording.world_size,
+            "dp_degree": degree,
+            "dp_rank": replica,
+            "tp_degree": recording.world_size // degree,
+            "tp_rank": replicas[:rank].count(replica),
+            "learning_rate": group.get("lr"),
+            "optimizer": "SGD" if plain else optimizer,
+            "microbatches": len(recording.of_step(step)[rank]["losses"]) or 1,
+        }
+        for rank, replica in enumerate(replicas)
+    ]

@@ -1,0 +1,104 @@
+"""One sketch against another: the criterion for recordings, and what is allowed on top.
+
+    norm(actual - reference) <= 16 eps * norm(reference) + what is allowed on top
+
+Both norms are estimated from sketches. Allowed on top is, from the second step on, what follows from the
+parameters' own differences; and for an optimizer such as Adam what it makes of gradients that are near
+zero. RECORDING.md has the measurements behind them.
+"""
+
+from collections import defaultdict
+from math import inf, prod
+
+import torch
+
+from training_recordings import Whole
+from training_tolerance import NEGLIGIBLE, NORM_EPS, Result, mismatch
+
+# ---------------------------------------------------------------- one tensor against another
+
+
+def distance(one: Whole, other: Whole) -> float:
+    """Return the norm of the difference of two tensors, as their sketches estimate it."""
+    return (one.sketch - other.sketch).norm().item()
+
+
+def judge(
+    difference: float, norm: float, eps: float, more: float = 0.0, norm_eps: float = NORM_EPS
+) -> Result:
+    """Judge a norm of a difference. eps: 0 for whole numbers, which must be equal; more: allowed on top."""
+    allowed = norm_eps * eps * norm + more
+    unit = eps or 1.0
+    relative = difference / unit / (norm or 1.0)
+    passed = difference <= allowed
+    score = difference / allowed if allowed else (inf if difference else 0.0)
+    needed = max(0.0, difference - more) / (unit * norm) if norm else (inf if difference else 0.0)
+    if passed:
+        return Result(True, score, relative, 0.0, needed)
+    text = f": the norm differs by {relative:.3g} eps, allowed {allowed / unit / (norm or 1.0):.3g} eps"
+    return Result(False, score, relative, 0.0, needed, text)
+
+
+def judge_whole(
+    actual: Whole | None, reference: Whole | None, unit: float, more: float = 0.0, norm_eps: float = NORM_EPS
+) -> Result:
+    """Judge a parameter, gradient or buffer; unit: the eps of the run, in which it is computed."""
+    if actual is None or reference is None:
+        return mismatch(f": there is none in the {'actual' if actual is None else 'reference'} run")
+    if actual.dtype != reference.dtype:
+        return mismatch(f": its type is {actual.dtype}, expected {reference.dtype}".replace("torch.", ""))
+    for run, tensor in (("reference", reference), ("actual", actual)):
+        if tensor.not_finite:
+            return mismatch(f": {tensor.not_finite} values are not finite in the {run} run")
+    eps = max(unit, torch.finfo(actual.dtype).eps) if actual.dtype.is_floating_point else 0.0
+    return judge(distance(actual, reference), reference.norm, eps, more, norm_eps)
+
+
+# ---------------------------------------------------------------- what is allowed on top
+
+
+class Drift:
+    """By how much parameters differ at the start of a step, and may: later steps start from them."""
+
+    def __init__(self) -> None:
+        self.measured: dict[str, tuple[float, float, int]] = {}  # difference, norm, dimensions
+        self.allowed: dict[str, float] = defaultdict(float)  # by adaptive_allowance, added up over the steps
+        self.explained: dict[str, str] = {}  # parameters that pass by that alone, and their optimizer
+
+    def of_activation(self, name: str, shape: tuple[int, ...], norm: float) -> float:
+        """Return what a module's own parameters allow of its output; of a container, its parts'.
+
+        A bias, or a norm's weight, that differs by d changes each row of the output by d. A matrix changes
+        the output by about the share by which it differs itself. Twice that is allowed: d and the error of
+        the output are both estimated, and the estimates are off by up to a third.
+        """
+        name = name.partition(" call ")[0]
+        rows = prod(shape[:-1])
+        by_module: dict[str, float] = defaultdict(float)
+        for parameter, (difference, own_norm, dimensions) in self.measured.items():
+            module = parameter.rpartition(".")[0]
+            if name in (module, "(model)") or module.startswith(f"{name}."):
+                share = difference / own_norm * norm if own_norm else 0.0
+                by_module[module] += 2 * (rows**0.5 * difference if dimensions < 2 else share)
+        return max(by_module.values(), default=0.0)
+
+
+def adaptive_allowance(gradient: Whole, rate: float, eps: float, floor: float) -> float:
+    """Return the norm by which one step of Adam, or its kin, may differ because of rounding.
+
+    Its step is about rate * g / sqrt(mean of g squared), for each element by itself. Rounding of a
+    gradient is of the size r = 16 eps * (root mean square of the gradient), whatever the element. So an
+    element of size g may move by rate * min(2, r / g) more or less. A gradient that is zero is so in both
+    runs. One that stays below the floor is nothing but rounding.
+    """
+    count = int(gradient.magnitudes.sum()) + gradient.zeros
+    rounding = inf if gradient.largest <= floor else NORM_EPS * eps * gradient.norm / max(1, count) ** 0.5
+    size = 2.0 ** (torch.arange(256, dtype=torch.float64) - 127)  # the least of each magnitude
+    size[0] = 0.0
+    share = (rounding / size).clamp(max=2.0).nan_to_num(nan=0.0, posinf=2.0)
+    return rate * (gradient.magnitudes * share.square()).sum().item() ** 0.5
+
+
+def floor_of(gradients: dict[str, Whole]) -> float:
+    """Return the magnitude below which a gradient of this step is zero but for rounding."""
+    return NEGLIGIBLE * max((whole.largest for whole in gradients.values()), default=0.0)
