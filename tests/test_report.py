@@ -425,7 +425,7 @@ def test_recording_of_another_device(recorded, no_figures):
 
 def test_long_names_are_cut_where_they_tell_least():
     assert report_training.shorten("model.layers.31.attention.k.weight") == "…31.attention.k.weight"
-    assert report_training.shorten("h.7.attention.projection.weight") == "…7.attention…ojection.weight"
+    assert report_training.shorten("h.7.attention.projection.weight") == "…7.attention.…jection.weight"
     assert report_training.shorten("a" * 20 + "b" * 20) == "a" * 13 + "…" + "b" * 14
     assert report_training.shorten("layers.0.weight") == "layers.0.weight"
 
