@@ -429,8 +429,9 @@ def test_readme_lists_every_file_and_wrapper():
     assert named == {path.name for path in (ROOT / "titan").iterdir() if path.suffix in (".py", ".sh")}
     started = {command for command in COMMANDS if command.startswith("titan/")}
     assert started == {f"titan/{name}.sh" for name in TUTORIAL}
-    words = {command.split()[0] for command in COMMANDS}
+    words = {command.split()[0] for command in COMMANDS if not command.startswith("RECORD=")}
     assert words == {"make", "python", "export"} | started
+    assert "`record/run` `record/torchrun`" in README
 
 
 @pytest.mark.parametrize("command", re.findall(r"`(make [^`]+|[A-Z]+=\w+ titan/[^`]+)`", README) + COMMANDS)
@@ -439,6 +440,9 @@ def test_readme_command(command, call, monkeypatch, tmp_path):
     words = shlex.split(command)
     if words[0] == "make":
         assert run("make", "-n", f"PYTHON={sys.executable}", *words[1:]).status == 0
+    elif "compare_training.py" in words:
+        recorded = {word for other in COMMANDS for word in other.split() if word.startswith("RECORD=")}
+        assert recorded == {f"RECORD={words[3]}", f"RECORD={words[5]}"}
     elif "titan/check_run.py" in words:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "results/titan").mkdir(parents=True)
