@@ -168,8 +168,8 @@ def allowed_eps(tolerance: dict) -> float:
 def describe_tolerance_of_recordings(tolerance: dict) -> str:
     """Return in words what a comparison of recordings allows."""
     return (
-        f"Allowed: norm of a tensor's error at most {number(allowed_eps(tolerance))} eps, as sketches estimate "
-        "it, and on top what RECORDING.md describes."
+        f"Allowed: norm of a tensor's error at most {number(allowed_eps(tolerance))} eps, as sketches "
+        "estimate it, and on top what RECORDING.md describes."
     )
 
 
@@ -353,7 +353,9 @@ def draw_path(comparison: dict, prefix: str) -> tuple[str, str]:
         style = {"marker": "x", "s": 28, "color": "#a00000", "linewidths": 1.3, "zorder": 4}
         axes.scatter(errors[rows, columns], rows, label="failed", clip_on=False, **style)
     axes.axvline(usual, color="black", linewidth=0.8)
-    axes.text(usual, 1, f"{number(usual)} eps", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
+    axes.text(
+        usual, 1, f"{number(usual)} eps", transform=axes.get_xaxis_transform(), ha="center", va="bottom"
+    )
     stride = max(1, ceil((most - least) / 5))
     ticks = [0.0, *(10.0**power for power in range(least, most + 1, stride))]
     texts = [f"{tick:g}" for tick in ticks]
@@ -376,8 +378,8 @@ def draw_path(comparison: dict, prefix: str) -> tuple[str, str]:
     axes.set_xlabel("error in eps")
     figure.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False, columnspacing=1)
     caption = (
-        "Error of every activation and gradient, from top to bottom in the order of execution, on a logarithmic "
-        f"scale that begins with 0. Of {count} tensors {failed.any(1).sum()} failed."
+        "Error of every activation and gradient, from top to bottom in the order of execution, on a "
+        f"logarithmic scale that begins with 0. Of {count} tensors {failed.any(1).sum()} failed."
     )
     if lost.any():
         caption += " n/a: the error is no number, for instance of a value that is not finite or missing."

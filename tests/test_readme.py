@@ -65,7 +65,10 @@ for step in range(10):
     optimizer.step()
 """
 COMMANDS = [
-    command for text in (README, RECORDING) for block in blocks("bash", text) for command in commands_of(block)
+    command
+    for text in (README, RECORDING)
+    for block in blocks("bash", text)
+    for command in commands_of(block)
 ]
 RUNNING = [command for command in COMMANDS if command.startswith(("torchrun", "python"))]
 ENVIRONMENT = next(block for block in blocks("bash") if "export" in block)
@@ -370,14 +373,18 @@ def test_recording_is_described():
     assert len(options) == 5
     for option in options:
         assert f"| `{option}" in RECORDING, option
-    assert f"{training_sketches.WIDTH} numbers" in RECORDING and f"i // {training_sketches.WIDTH}" in RECORDING
+    assert (
+        f"{training_sketches.WIDTH} numbers" in RECORDING and f"i // {training_sketches.WIDTH}" in RECORDING
+    )
     assert f"rows of {training_sketches.LINE:,}" in RECORDING
     assert "<= 16 eps * norm(reference)" in RECORDING and NORM_EPS == 16
     assert NEGLIGIBLE == 16 * 2**-23 and "below 2e-6 (16 x 2^-23) of" in RECORDING
     code = (ROOT / "training_sketches.py").read_text()
     assert "bucket = (i + shift(i // WIDTH) + j + shift'(j // WIDTH)) mod WIDTH" in code
     assert "within 7 % for one of full rank and 9 % for one of rank one" in code.replace("\n", " ")
-    assert "within 7 % for a difference of full rank and 9 % for one of rank one" in RECORDING.replace("\n", " ")
+    assert "within 7 % for a difference of full rank and 9 % for one of rank one" in RECORDING.replace(
+        "\n", " "
+    )
 
 
 # ---------------------------------------------------------------- NUMERICS.md

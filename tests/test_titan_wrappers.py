@@ -275,11 +275,12 @@ TORCHRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > torchrun-got
 mkdir -p "$RECORD" && touch "$RECORD/rank-0.pt"
 """
-STARTS_TORCHRUN = "torchrun --nproc_per_node=$NGPU --tee 3 -m vendor.train --module $MODULE \"$@\"\n[ -e fail ]"
+STARTS_TORCHRUN = 'torchrun --nproc_per_node=$NGPU --tee 3 -m vendor.train --module $MODULE "$@"\n[ -e fail ]'
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "steps"), [("cpu", [], "3"), ("cpu", ["--training.steps=2"], "2"), ("cuda", [], "3")]
+    ("device", "options", "steps"),
+    [("cpu", [], "3"), ("cpu", ["--training.steps=2"], "2"), ("cuda", [], "3")],
 )
 def test_dry_run_of_a_recorded_run(tmp_path, device, options, steps):
     result = run(ROOT / LLAMA, "--dry-run", *options, cwd=tmp_path, DEVICE=device, RECORD="a dir")
