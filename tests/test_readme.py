@@ -225,8 +225,8 @@ def test_script_and_libraries_are_enough(tmp_path, runs, faulty):
 
     script = copy_alone("record_training.py", *LIBRARIES, to=tmp_path / "record")
     (tmp_path / "train.py").write_text(TRAIN)
-    done = run(sys.executable, script, "--output-dir", tmp_path / "x", "train.py", cwd=tmp_path)
-    assert done.status == 0 and (tmp_path / "x/rank-0.pt").exists(), done.err
+    done = run(sys.executable, script, "--output-dir", tmp_path / "recorded", "train.py", cwd=tmp_path)
+    assert done.status == 0 and (tmp_path / "recorded/rank-0.pt").exists(), done.err
 
     script = copy_alone("oracle_train.py", *LIBRARIES, to=tmp_path / "oracle")
     options = ["--model", "simplefsdp", "--steps", 1, "--output-dir", tmp_path / "x"]
