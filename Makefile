@@ -251,10 +251,13 @@ pip_install = $(VENV)/bin/python -m pip install -q --disable-pip-version-check -
 
 test: | $(DEV_ENVIRONMENT)
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || { echo "error: $(PYTHON) has no pytest: pip install -r requirements-dev.txt" >&2; exit 2; }
-	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs --ignore=tests/titan_training --ignore=tests/test_neuron.py -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest tests --ignore=tests/silent_bugs --ignore=tests/titan_training --ignore=tests/recording --ignore=tests/test_neuron.py -n 2 --dist loadfile --no-loadscope-reorder
 
 neuron-test: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/test_neuron.py
+
+record-test: | $(DEV_ENVIRONMENT)
+	$(PYTHON) -m pytest tests/recording -n 2 --dist loadfile
 
 titan-test: | $(DEV_ENVIRONMENT) $(TITAN_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/titan_training -n 2

@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -262,6 +262,8 @@ class Recorder:
         self._stack: list[nn.Module] = []  # calls of modules that have not returned
         self._training = False  # whether the outermost of them was called with gradients enabled
         self._open: list[torch.optim.Optimizer] = []  # steps that have not returned: a container steps others
+        self._step_frame: FrameType | None = None  # in which torch calls the outermost of them
+        self._inner = 0  # calls of the same optimizer's step inside its own
         self._closure: str | None = None  # of the open step: "waiting", "running" or "done"
         self._steps_seen = 0
         self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []  # losses, as scaled and as they were
@@ -432,13 +434,19 @@ class Recorder:
     ) -> tuple | None:
         if torch.compiler.is_compiling() or self._blind():
             return None
-        if optimizer in self._open:  # that step has raised something
-            del self._open[self._open.index(optimizer) :]
+        if optimizer in self._open:
+            if _is_running(self._step_frame):  # a class of the script's own calls its base class's step
+                self._inner += 1
+                return None
+            del self._open[self._open.index(optimizer) :]  # that step has raised something
+            self._inner = 0
         if not self._open and optimizer in self._step.stepped:
             self._close_if_stepped()
             if self.done:
                 return None
         self._open.append(optimizer)
+        if len(self._open) == 1:
+            self._step_frame = sys._getframe(1)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         closure = closure if callable(closure) and len(self._open) == 1 else None
         with self._aside():
@@ -482,6 +490,9 @@ class Recorder:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling() or self._blind() or optimizer not in self._open:
+            return
+        if self._inner:
+            self._inner -= 1
             return
         place = self._open.index(optimizer)
         del self._open[place:]
@@ -599,6 +610,13 @@ class Recorder:
             f"the script ended after {len(self.steps)} of --steps {self.args.steps} optimizer steps: nothing "
             f"was recorded; {why}"
         )
+
+
+def _is_running(wanted: FrameType | None) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _in_backward() -> bool:
