@@ -63,7 +63,7 @@ MODES := ddp fsdp tp simplefsdp-tp
 OURS := $(RESULTS)/made-by-make.txt
 TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-memory titan-test
 
-.PHONY: help all-parity preflight preflight-quiet oracle report test neuron-test silent-bugs mutants lint format bench clean FORCE
+.PHONY: help all-parity preflight preflight-quiet oracle report test neuron-test record-test silent-bugs mutants lint format bench clean FORCE
 .PHONY: $(TITAN)
 .PHONY: $(MODES) $(MODES:%=cpu-%) $(MODES:%=device-%) $(MODES:%=compare-%) $(MODES:%=compare-cpu-%)
 # One run at a time, whatever -j says: a run uses every core, and two would mix their output.
@@ -88,6 +88,7 @@ help:
 	@echo 'make titan-memory        peak memory per core of the 64-rank recipes, predicted; MEMORY_OPTIONS="--model ..."'
 	@echo 'make test                run the tests'
 	@echo 'make neuron-test         run the tests of the Neuron path, on a stand-in for torch_neuronx'
+	@echo 'make record-test         run the tests of recordings that train'
 	@echo 'make titan-test          run the tests of titan/ that train with TorchTitan'
 	@echo 'make silent-bugs         train with real mistakes and see that each is found and named'
 	@echo 'make mutants             change a line of the judging code at a time and see that the tests notice'

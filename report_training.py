@@ -17,7 +17,7 @@ import json
 import re
 import sys
 from html import escape
-from math import floor, isfinite, log10
+from math import ceil, floor, isfinite, log10
 from pathlib import Path
 
 from training_common import InputError, make_parser, write_then_rename
@@ -55,7 +55,10 @@ STYLES = {
     "oracle": {"color": "black", "linestyle": ":", "marker": "x", "markersize": 6},
 }
 EQUAL, FAILED, NOT_FINITE = "white", "#e8743b", "#dddddd"
+DASHES = ("-", "--", "-.", ":")  # of the steps in turn
 WIDTH = 4.0  # inches of a figure: so narrow that its 10 pt text can be read on a phone
+ROW = 0.13  # inches of a line of its smallest text
+NAME = 28  # characters of a tensor's name beside an axis
 
 
 # ---------------------------------------------------------------- reading comparisons
@@ -89,6 +92,40 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def is_recorded(comparison: dict) -> bool:
+    """Say whether the runs were recorded by record_training.py, which knows no mode or seed of a job."""
+    return "command" in comparison["actual"]["metadata"]
+
+
+def title(comparison: dict) -> str:
+    """Return what a comparison is called: its mode, or the command that was recorded."""
+    metadata = comparison["actual"]["metadata"]
+    return setting(metadata["command"]) if is_recorded(comparison) else metadata["mode"]
+
+
+def setting(value: object) -> str:
+    """Return what a recording says of its run, as the page shows it; a command without its folder."""
+    if isinstance(value, list):
+        return " ".join([Path(value[0]).name, *map(str, value[1:])])
+    return "none" if value is None else str(value)
+
+
+def has_losses(comparison: dict) -> bool:
+    """Say whether there are losses to draw. A recording has none of a script whose loss was not seen."""
+    losses = comparison["losses"]
+    if not is_recorded(comparison):
+        return bool(losses)
+    return any(value is not None for loss in losses for key, value in loss.items() if key != "step")
+
+
+def describe_recording(run: dict) -> str:
+    """Return in words how a recorded run was made."""
+    metadata = run["metadata"]
+    backend = f" with {metadata['backend']}" if metadata["backend"] else ""
+    ranks = plural(metadata["world_size"], "rank")
+    return f"{setting(metadata['command'])}, {ranks}{backend}, torch {metadata['torch_version']}"
+
+
 def worst_error(comparison: dict) -> str:
     """Return the largest error of a comparison, in eps."""
     errors = [kind["eps"] for kind in comparison["kinds"]]
@@ -112,10 +149,28 @@ def describe_outcome(comparison: dict) -> str:
 def describe_devices(comparison: dict) -> str:
     """Return in words what was checked against what, so that a CPU run passes for no more than it is."""
     label = comparison["actual"]["label"]
-    text = f"Checked: {LABELS[label]}."
+    names = LABELS
+    if is_recorded(comparison):  # of any device that torch has
+        labels = [comparison[run]["label"] for run in ("actual", "reference") if comparison[run]]
+        names = {name: f"a run on {name}" for name in labels} | LABELS
+    text = f"Checked: {names[label]}."
     if comparison["reference"]:
-        text += f" Reference: {LABELS[comparison['reference']['label']]}."
+        text += f" Reference: {names[comparison['reference']['label']]}."
     return text if label in ("neuron", "cuda") else f"{text} No accelerator was checked."
+
+
+def allowed_eps(tolerance: dict) -> float:
+    """Return how many eps the norm of an error may have in a comparison of recordings."""
+    given = tolerance["norm_eps"]
+    return tolerance["default_norm_eps"] if given is None else given
+
+
+def describe_tolerance_of_recordings(tolerance: dict) -> str:
+    """Return in words what a comparison of recordings allows."""
+    return (
+        f"Allowed: norm of a tensor's error at most {number(allowed_eps(tolerance))} eps, as sketches "
+        "estimate it, and on top what RECORDING.md describes."
+    )
 
 
 def describe_tolerance(tolerance: dict) -> str:
@@ -246,6 +301,109 @@ def draw_scores(comparison: dict, prefix: str) -> tuple[str, str]:
     return to_svg(figure, f"{prefix}-scores", caption), caption
 
 
+def failed_steps(comparison: dict) -> list[list[bool]]:
+    """Return for each place on the path and each step whether it failed there.
+
+    The file says how often a tensor failed and in which step its share of what is allowed was largest. Of
+    one that failed, each step with more than the usual eps, or without a number, is taken for failed.
+    """
+    usual = allowed_eps(comparison["tolerance"])
+    rows = {(row["kind"], row["name"]): row for row in comparison["tensors"]}
+    found = []
+    for place in comparison["path"]:
+        row = rows[place["kind"], place["name"]]
+        found.append(
+            [
+                row["mismatched"] > 0 and (error is None or error > usual or step == row["worst_step"])
+                for step, error in enumerate(place["eps"], start=1)
+            ]
+        )
+    return found
+
+
+def draw_path(comparison: dict, prefix: str) -> tuple[str, str]:
+    """Return the error of each activation, then of each gradient, in the order of execution, as SVG."""
+    path, failed = comparison["path"], numpy.array(failed_steps(comparison))
+    errors = numpy.array([[as_float(error) for error in place["eps"]] for place in path])
+    count, steps = errors.shape
+    usual = allowed_eps(comparison["tolerance"])
+    positive = [*errors[errors > 0], usual or 1.0]
+    least, most = floor(log10(min(positive))), ceil(log10(max(positive)))
+    least = min(least, most - 1)
+    gap = max(0.6, (most - least) / 8)  # decades from 0 to the least, and from the most to where "n/a" is
+    beyond = 10.0 ** (most + gap)  # where what failed without a number is drawn
+    lost = failed & numpy.isnan(errors)
+    errors[lost] = beyond
+    height = min(max(ROW * count, 1.5), 8)
+    figure = Figure(figsize=(WIDTH, height + 1.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("symlog", linthresh=10.0**least, linscale=gap)
+    forward = sum(place["kind"] == "activations" for place in path)
+    parts = [range(first, last) for first, last in ((0, forward), (forward, count)) if last > first]
+    shown = sorted({round(index * (steps - 1) / 5) for index in range(6)}) if steps > 6 else range(steps)
+    colors = matplotlib.colormaps["viridis"](numpy.linspace(0, 0.75, steps))
+    for step in range(steps):
+        style = {"color": colors[step], "linestyle": DASHES[step % len(DASHES)], "linewidth": 1}
+        style |= {"marker": "o", "markersize": 2.5} if count <= 80 else {}
+        for part in parts:
+            label = f"step {step + 1}" if step in shown and part is parts[0] else None
+            axes.plot(errors[part, step], part, label=label, clip_on=False, **style)
+    if failed.any():
+        rows, columns = numpy.nonzero(failed)
+        style = {"marker": "x", "s": 28, "color": "#a00000", "linewidths": 1.3, "zorder": 4}
+        axes.scatter(errors[rows, columns], rows, label="failed", clip_on=False, **style)
+    axes.axvline(usual, color="black", linewidth=0.8)
+    axes.text(
+        usual, 1, f"{number(usual)} eps", transform=axes.get_xaxis_transform(), ha="center", va="bottom"
+    )
+    stride = max(1, ceil((most - least) / 5))
+    ticks = [0.0, *(10.0**power for power in range(least, most + 1, stride))]
+    texts = [f"{tick:g}" for tick in ticks]
+    if lost.any():
+        ticks, texts = [*ticks, beyond], [*texts, "n/a"]
+    axes.set_xticks(ticks, texts)
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(0, beyond if lost.any() else 2 * 10.0**most)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.5)
+    axes.set_ylim(count - 0.5, -0.5)
+    labelled = places_to_label(count, int(height / ROW), numpy.nonzero(failed.any(1))[0][:1].tolist())
+    axes.set_yticks(labelled, [shorten(path[place]["name"]) for place in labelled], fontsize=7)
+    for part in parts:
+        kind = path[part[0]]["kind"]
+        text = f"{kind}, {'forward' if kind == 'activations' else 'backward'}"
+        beside = {"transform": axes.get_yaxis_transform(), "rotation": 270, "ha": "left", "va": "center"}
+        axes.text(1.02, (part[0] + part[-1]) / 2, text, fontsize=9, **beside)
+    if len(parts) > 1:
+        axes.axhline(forward - 0.5, color="gray", linewidth=0.8)
+    axes.set_xlabel("error in eps")
+    figure.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False, columnspacing=1)
+    caption = (
+        "Error of every activation and gradient, from top to bottom in the order of execution, on a "
+        f"logarithmic scale that begins with 0. Of {count} tensors {failed.any(1).sum()} failed."
+    )
+    if lost.any():
+        caption += " n/a: the error is no number, for instance of a value that is not finite or missing."
+    if len(labelled) < count:
+        caption += f" {len(labelled)} of the names are shown; the table has all."
+    return to_svg(figure, f"{prefix}-path", caption), caption
+
+
+def places_to_label(count: int, most: int, wanted: list[int]) -> list[int]:
+    """Return which of so many places get a label: those wanted, and at most so many others, evenly."""
+    every = ceil(count / most)
+    others = [place for place in range(0, count, every) if all(abs(place - one) >= every for one in wanted)]
+    return sorted([*wanted, *others])
+
+
+def shorten(name: str) -> str:
+    """Return a long name from the number of its layer on, without its middle if need be."""
+    parts = name.split(".")
+    first = next((place for place, part in enumerate(parts) if part.isdecimal()), 0)
+    if len(name) > NAME and first:
+        name = f"…{'.'.join(parts[first:])}"
+    return name if len(name) <= NAME else f"{name[: NAME // 2 - 1]}…{name[-NAME // 2 :]}"
+
+
 # ---------------------------------------------------------------- page
 
 
@@ -259,18 +417,28 @@ def make_page(comparisons: list[dict]) -> str:
         lstrip_blocks=True,
     )
     # The template calls these by name.
-    descriptions = (describe_outcome, describe_devices, describe_tolerance)
-    for words in (number, plural, ranges, worst_error, *descriptions):
+    descriptions = (describe_outcome, describe_devices, describe_tolerance, describe_recording)
+    descriptions += (describe_tolerance_of_recordings,)
+    for words in (number, plural, ranges, worst_error, title, is_recorded, *descriptions):
         environment.filters[words.__name__] = words
     shown = []
     # Text stays text, in the fonts of the page. The fixed salt gives the same ids every time.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": SCHEMA, "font.size": 10}):
         for index, comparison in enumerate(comparisons, start=1):
-            figures = [draw_losses(comparison, f"c{index}")] if comparison["losses"] else []
+            figures = [draw_losses(comparison, f"c{index}")] if has_losses(comparison) else []
             figures += [draw_scores(comparison, f"c{index}")] if comparison["scores"] else []
-            shown.append({**comparison, "figures": figures})
+            figures += [draw_path(comparison, f"c{index}")] if comparison.get("path") else []
+            shown.append({"notes": [], **comparison, "figures": figures})
+            if is_recorded(comparison):
+                shown[-1]["differences"] = [
+                    {"key": row["key"]} | {run: setting(row[run]) for run in ("reference", "actual")}
+                    for row in comparison["differences"]
+                ]
     template = environment.get_template(TEMPLATE.name)
-    return template.render(comparisons=shown, count=count_verdicts(comparisons), job=JOB)
+    first_head = "run" if any(map(is_recorded, comparisons)) else "mode"
+    return template.render(
+        comparisons=shown, count=count_verdicts(comparisons), job=JOB, first_head=first_head
+    )
 
 
 def write_report(paths: list[Path], output: Path) -> str:

@@ -1,4 +1,4 @@
-"""Every command in the README runs, and what README and NUMERICS.md say is what the code does.
+"""Every command in README and RECORDING.md runs, and what they and NUMERICS.md say is what the code does.
 
 torchrun and python lines run for real at two or four ranks. make lines are checked with make -n: for
 real they run in test_makefile.py and in CI, which runs every mode at 64 ranks.
@@ -14,15 +14,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, copy_run, copy_scripts, edit_all, run, run_alone
 
 import compare_training
 import oracle_train
+import training_sketches
 from training_invariants import INVARIANTS
 from training_tolerance import ELEMENT_EPS, NEGLIGIBLE, NORM_EPS
 
 README = (ROOT / "README.md").read_text()
 NUMERICS = (ROOT / "NUMERICS.md").read_text()
+RECORDING = (ROOT / "RECORDING.md").read_text()
 LIBRARIES = [path.name for path in ROOT.glob("training_*.py")]
 
 
@@ -38,7 +41,35 @@ def commands_of(block: str) -> list[str]:
     return [line.strip() for line in block.splitlines() if line.strip()]
 
 
-COMMANDS = [command for block in blocks("bash") for command in commands_of(block)]
+# A training script as a reader has one, with nothing of this kit in it.
+TRAIN = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 20))
+if ranks > 1:
+    dist.init_process_group("gloo")
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(10):
+    batch = torch.randn(64, 20, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+    loss = (model(batch) - batch.cos()).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+COMMANDS = [
+    command
+    for text in (README, RECORDING)
+    for block in blocks("bash", text)
+    for command in commands_of(block)
+]
 RUNNING = [command for command in COMMANDS if command.startswith(("torchrun", "python"))]
 ENVIRONMENT = next(block for block in blocks("bash") if "export" in block)
 INLINE = re.findall(r"`(make [^`]+)`", README)
@@ -49,7 +80,7 @@ INLINE = re.findall(r"`(make [^`]+)`", README)
 
 def test_there_are_commands():
     assert "make ddp" in COMMANDS and "make test" in COMMANDS
-    assert sum(command.startswith("torchrun") for command in COMMANDS) == 8
+    assert sum(command.startswith("torchrun") for command in COMMANDS) == 9
     assert sum("mine.py" in command for command in COMMANDS) == 3
     others = set(COMMANDS) - set(RUNNING) - set(commands_of(ENVIRONMENT))
     assert all(command.split()[0] == "make" for command in others)
@@ -98,7 +129,8 @@ def folder(tmp_path_factory):
         (folder / script).mkdir()
         for name in ("training_common.py", script):
             shutil.copy(ROOT / name, folder / script)
-    (script,) = re.findall(r"(# mine.py\n.*)", blocks("python")[0], re.DOTALL)
+    (folder / "train.py").write_text(TRAIN)
+    (script,) = re.findall(r"(# mine.py\n.*)", blocks("python", RECORDING)[0], re.DOTALL)
     (folder / "mine.py").write_text(script)
     shutil.copy(ROOT / "training_common.py", folder)
     return folder
@@ -118,7 +150,9 @@ def translate(folder: Path, command: str) -> list[str]:
         words[:1] = [sys.executable, *map(str, launcher)]
     else:
         words[0] = sys.executable
-    if not re.search("--world-size|--expected-world-size|oracle_train", command):
+    if not re.search("--world-size|--expected-world-size|oracle_train|results/one", command):
+        if "record_training.py" in command:
+            return words
         words += ["--expected-world-size", ranks]
     return words
 
@@ -128,7 +162,7 @@ def translate(folder: Path, command: str) -> list[str]:
 def test_command_line_works_apart_from_the_rank_count(folder, request, call, monkeypatch, command):
     words = translate(folder, command)
     written = re.search(r"--(?:output|actual)-dir (\S+)", command)[1].strip('"')
-    of_device = "/cpu-" not in written and not re.search(r"oracle|mine-\d", written)
+    of_device = "/cpu-" not in written and not re.search(r"oracle|mine-\d|results/(one|four)", written)
     environment = request.getfixturevalue("standin") if of_device else {}
     mains = {"compare_training.py": compare_training.main, "oracle_train.py": oracle_train.main}
     if Path(words[1]).name in mains:  # one process: this one will do, which has imported torch
@@ -137,11 +171,17 @@ def test_command_line_works_apart_from_the_rank_count(folder, request, call, mon
         assert done.status == 0, done.out + done.err
     if "compare_training.py" in command:
         what = "comparison" if "--reference-dir" in command else "invariants"
-        ranks = words[words.index("--world-size") + 1]
-        assert done.out.endswith(f"PASS {what} ranks={ranks} steps=10\n")
+        steps = 3 if "results/one" in command else 10
+        ranks = 4 if "results/one" in command else words[words.index("--world-size") + 1]
+        assert done.out.endswith(f"PASS {what} ranks={ranks} steps={steps}\n")
         assert ("stand-in for Neuron computes" in done.out) == of_device
     elif "oracle_train.py" in command:
         assert done.out.startswith("step=1/10 loss=0.754203")
+    elif "record_training.py" in command:
+        done = run(*words, cwd=folder)
+        assert done.status == 0, done.err
+        assert done.out.count(f"recorded 3 steps in {folder / written}; ") == 1
+        assert len(list((folder / written).iterdir())) == (4 if "four" in command else 1)
     else:
         done = run(*words, cwd=folder, **environment)
         assert done.status == 0, done.err
@@ -183,6 +223,11 @@ def test_script_and_libraries_are_enough(tmp_path, runs, faulty):
     assert done.status == 0, done.err
     assert "summed over the 4 data-parallel replicas" in (tmp_path / "x.html").read_text()
 
+    script = copy_alone("record_training.py", *LIBRARIES, to=tmp_path / "record")
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = run(sys.executable, script, "--output-dir", tmp_path / "recorded", "train.py", cwd=tmp_path)
+    assert done.status == 0 and (tmp_path / "recorded/rank-0.pt").exists(), done.err
+
     script = copy_alone("oracle_train.py", *LIBRARIES, to=tmp_path / "oracle")
     options = ["--model", "simplefsdp", "--steps", 1, "--output-dir", tmp_path / "x"]
     done = run(sys.executable, script, *options, cwd=tmp_path)
@@ -198,7 +243,7 @@ def test_reference_train_needs_distributed_train(tmp_path):
 
 
 def test_script_for_ones_own_model_is_short():
-    (script,) = blocks("python")
+    (script,) = blocks("python", RECORDING)
     assert len([line for line in script.splitlines()[1:] if line.strip()]) < 36
 
 
@@ -225,7 +270,7 @@ def without_numbers(text: str) -> str:
 
 
 def test_shown_output_is_what_is_printed(runs, oracle, faulty, compare, tmp_path):
-    passed, failed = (block.splitlines() for block in blocks("text")[:2])
+    _, passed, failed = (block.splitlines() for block in blocks("text")[:3])
     copy_scripts(tmp_path)
     made = run("make", "-n", "ddp", "DEVICE=cpu", f"PYTHON={sys.executable}", cwd=tmp_path).out
     against_oracle = ["--reference-dir", oracle("eager"), "--world-size", 4, "--actual-dir"]
@@ -239,6 +284,37 @@ def test_shown_output_is_what_is_printed(runs, oracle, faulty, compare, tmp_path
     done = compare(*against_oracle, faulty)
     for line in failed:
         assert without_numbers(line.removesuffix("...")) in without_numbers(done.out), line
+
+
+@pytest.fixture(scope="module")
+def recorded(folder):
+    """A recording of train.py on one rank, and of it with the mistake that the README shows, on four."""
+    (folder / "faulty.py").write_text(TRAIN.replace("    loss.backward()", "    (4 * loss).backward()"))
+    recorder = [ROOT / "record_training.py", "--full", "2.bias", "--output-dir"]
+    done = run(sys.executable, *recorder, folder / "right", "train.py", cwd=folder)
+    assert done.status == 0, done.err
+    launcher = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=4"]
+    done = run(*launcher, *recorder, folder / "faulty", "faulty.py", cwd=folder)
+    assert done.status == 0, done.err
+    runs = ["--reference-dir", folder / "right", "--actual-dir", folder / "faulty"]
+    done = run(sys.executable, ROOT / "compare_training.py", *runs, "--json", folder / "recorded.json")
+    return folder, done
+
+
+def test_output_shown_of_a_recording_is_what_is_printed(recorded):
+    _, done = recorded
+    assert done.status == 1
+    for line in blocks("text")[0].splitlines():
+        assert without_numbers(line) in without_numbers(done.out), line
+    assert "gradients of every rank are 4.00x the reference: summed over the 4 data-parallel" in done.out
+
+
+def test_a_parameter_is_recorded_whole(recorded):
+    content = torch.load(recorded[0] / "faulty/rank-1.pt", weights_only=True)
+    step = content["steps"][0]
+    for kind in ("gradients", "before", "parameters"):
+        assert step[kind]["2.bias"]["full"].shape == (5,)  # of 20, on four ranks
+        assert "full" not in step[kind]["2.weight"]
 
 
 # ---------------------------------------------------------------- what is said
@@ -274,17 +350,44 @@ def test_options_are_the_makefiles():
 
 
 def test_links_lead_somewhere():
-    for text in (README, NUMERICS):
+    for text in (README, NUMERICS, RECORDING):
         for target in re.findall(r"\]\(([^)]+)\)", text):
             name, _, anchor = target.partition("#")
             assert not name or (ROOT / name).exists(), target
             if anchor:
-                headings = re.findall(r"^#+ (.*)$", NUMERICS, re.MULTILINE)
+                there = (ROOT / name).read_text() if name else text
+                headings = re.findall(r"^#+ (.*)$", there, re.MULTILINE)
                 assert anchor in [
                     re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings
                 ]
     for label in re.findall(r"\]\[([^]]+)\]", README):
         assert f"\n[{label}]: https://" in README
+
+
+# ---------------------------------------------------------------- RECORDING.md
+
+
+def test_recording_is_described():
+    source = (ROOT / "record_training.py").read_text()
+    options = re.findall(r"option\(\s*\"(--[a-z-]+)\"", source)
+    assert len(options) == 5
+    for option in options:
+        assert f"| `{option}" in RECORDING, option
+    assert (
+        f"{training_sketches.WIDTH} numbers" in RECORDING and f"i // {training_sketches.WIDTH}" in RECORDING
+    )
+    assert f"rows of {training_sketches.LINE:,}" in RECORDING
+    assert "<= 16 eps * norm(reference)" in RECORDING and NORM_EPS == 16
+    assert NEGLIGIBLE == 16 * 2**-23 and "below 2e-6 (16 x 2^-23) of" in RECORDING
+    code = training_sketches.__doc__
+    assert "bucket = (i + shift(i // WIDTH) + j + shift'(j // WIDTH)) mod WIDTH" in code
+    said = " ".join(RECORDING.split())
+    rates = re.search(
+        r"within (\d+) % for one of full rank and (\d+) % for one of rank one", " ".join(code.split())
+    )
+    words = "within {} % for a difference of full rank and {} % for one of rank one"
+    assert words.format(*rates.groups()) in said
+    assert "within 12 and 22 %" in said and "within 12 and 22 %" in " ".join(code.split())
 
 
 # ---------------------------------------------------------------- NUMERICS.md
@@ -310,9 +413,23 @@ def test_every_invariant_and_default_is_described():
 def test_annotated_json_has_the_fields_of_a_real_file(compare, runs, oracle, faulty, tmp_path):
     directories = ["--reference-dir", runs("ddp").directory, "--oracle-dir", oracle("eager")]
     compare(*directories, "--actual-dir", faulty, "--world-size", 4, "--json", tmp_path / "x.json")
+    real = json.loads((tmp_path / "x.json").read_text())
+    shown = shown_json()
+    for name in ("notes", "path"):  # recordings have them
+        assert shown.pop(name) and not real.pop(name)
+    check_fields(shown, real, "")
+
+
+def test_annotated_json_has_the_fields_that_recordings_add(recorded):
+    real = json.loads((recorded[0] / "recorded.json").read_text())
+    for name in ("notes", "path"):
+        check_fields(shown_json()[name], real[name], name)
+
+
+def shown_json() -> dict:
+    """Return the JSON file that NUMERICS.md shows."""
     (block,) = blocks("jsonc", NUMERICS)
-    shown = json.loads(re.sub(r"//.*", "", block))
-    check_fields(shown, json.loads((tmp_path / "x.json").read_text()), "")
+    return json.loads(re.sub(r"//.*", "", block))
 
 
 def check_fields(shown: object, real: object, where: str) -> None:

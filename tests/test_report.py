@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import RANKS, ROOT, refusal, run
+from conftest import RANKS, ROOT, launch, refusal, run
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -123,7 +123,7 @@ def three():
 @pytest.fixture
 def no_figures(monkeypatch):
     """Leave the figures out, which take the most time, where only the words matter."""
-    for name in ("draw_losses", "draw_scores"):
+    for name in ("draw_losses", "draw_scores", "draw_path"):
         monkeypatch.setattr(report_training, name, lambda comparison, prefix: ("<svg></svg>", "caption"))
 
 
@@ -278,6 +278,163 @@ def test_real_comparison(runs, compare, report, no_figures, tmp_path):
     done, output = report(written.read_text())
     assert (done.status, done.err) == (0, "")
     assert "Every invariant holds on 4 ranks in 3 steps." in Page(output.read_text(encoding="utf-8")).text
+
+
+# ---------------------------------------------------------------- recordings
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+if ranks > 1:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    (loss * ranks if "summed" in sys.argv else loss).backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Comparisons of recordings on two ranks with one on one rank, by what the script was told."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "job.py").write_text(SCRIPT)
+    recorder = [ROOT / "record_training.py", "--output-dir"]
+    done = run(sys.executable, *recorder, folder / "one", folder / "job.py")
+    assert done.status == 0, done.err
+    found = {}
+    for told in ("averaged", "summed"):
+        done = launch(2, folder / "logs" / told, *recorder, folder / told, folder / "job.py", told)
+        assert done.status == 0, done.err
+        runs = ["--reference-dir", folder / "one", "--actual-dir", folder / told]
+        run(sys.executable, ROOT / "compare_training.py", *runs, "--json", folder / f"{told}.json")
+        found[told] = report_training.load_comparison(folder / f"{told}.json")
+    return found
+
+
+def test_recordings_that_agree(recorded):
+    made = page(recorded["averaged"])
+    assert made.tags.count("figure") == 3 and "Error of every activation and gradient" in made.text
+    assert "Of 8 tensors 0 failed." in made.text
+    assert "run verdict reference → actual" in made.text
+    assert "job.py averaged PASS cpu → cpu" in made.text and "PASS job.py averaged: cpu → cpu, 2" in made.text
+    assert "norm of a tensor's error at most 16 eps, as sketches" in made.text and "rtol" not in made.text
+    assert "world_size 1 2 backend none gloo" in made.text
+    assert "/one : job.py, 1 rank, torch" in made.text
+    assert "/averaged : job.py averaged, 2 ranks with gloo, torch" in made.text
+    assert "None" not in made.text and "job:" not in made.text and "Notes" not in made.text
+
+
+def test_recordings_that_differ(recorded):
+    made = page(recorded["summed"], comparison())
+    failed = failed_places(recorded["summed"])
+    assert len(failed) >= 5 and f"Of 8 tensors {len(failed)} failed." in made.text
+    assert "FAIL job.py summed: cpu → cpu, 2 ranks Likely cause: " in made.text
+    assert "PASS ddp: cpu → cpu, 4 ranks" in made.text and "passes at rtol" in made.text
+    assert "None" not in made.text.replace("None of", "")
+    ids = made.values("id")
+    assert len(ids) == len(set(ids))
+
+
+def failed_places(recorded):
+    """Return the places on the path of tensors that failed: all gradients, activations of later steps."""
+    bad = {(row["kind"], row["name"]) for row in recorded["tensors"] if row["mismatched"]}
+    return {place for place, row in enumerate(recorded["path"]) if (row["kind"], row["name"]) in bad}
+
+
+def drawn(recorded, monkeypatch, **changes):
+    """Return the axes of the picture of a path, its legend and its caption."""
+    figures = []
+    to_svg = report_training.to_svg
+    monkeypatch.setattr(report_training, "to_svg", lambda *given: figures.append(given[0]) or to_svg(*given))
+    svg, caption = report_training.draw_path({**recorded, **changes}, "c1")
+    (figure,) = figures
+    (axes,) = figure.axes
+    return axes, [text.get_text() for text in figure.legends[0].get_texts()], caption
+
+
+def test_path_is_in_the_order_of_execution(recorded, monkeypatch):
+    axes, legend, caption = drawn(recorded["averaged"], monkeypatch)
+    names = ["0", "1", "2", "(model)", "2.bias", "2.weight", "0.bias", "0.weight"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == names
+    assert legend == ["step 1", "step 2", "step 3"]
+    assert {"16 eps", "activations, forward", "gradients, backward"} == {t.get_text() for t in axes.texts}
+    assert axes.get_xticklabels()[0].get_text() == "0" and axes.get_xticks()[0] == axes.get_xlim()[0] == 0
+    first = [line for line in axes.lines if line.get_label() == "step 1"][0]
+    assert list(first.get_ydata()) == [0, 1, 2, 3] and not list(first.get_xdata())[0]
+    assert [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]] == [16.0]
+    assert "names" not in caption and not axes.collections
+
+
+def test_path_marks_what_failed(recorded, monkeypatch):
+    axes, legend, _ = drawn(recorded["summed"], monkeypatch)
+    assert legend[-1] == "failed"
+    (marks,) = axes.collections
+    steps = [(round(row), error) for error, row in marks.get_offsets()]
+    assert len([row for row, _ in steps if row >= 4]) == 12  # each gradient in three steps
+    assert {row for row, _ in steps} == failed_places(recorded["summed"])
+    assert all(error > 16 for _, error in steps)
+
+
+def test_path_without_numbers_and_with_many_names(recorded, monkeypatch):
+    names = [f"model.layers.{index}.attention.projection" for index in range(300)]
+    path = [{"kind": "activations", "name": name, "eps": [0.0, 2.0]} for name in names]
+    path += [{"kind": "gradients", "name": f"{name}.weight", "eps": [1.0, 3.0]} for name in names[::-1]]
+    path[151]["eps"] = [1.0, None]
+    tensors = [
+        {"kind": place["kind"], "name": place["name"], "mismatched": int(place is path[151]), "worst_step": 2}
+        for place in path
+    ]
+    axes, legend, caption = drawn(recorded["summed"], monkeypatch, path=path, tensors=tensors)
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert 40 < len(labels) <= 62 and "…151.attention.projection" in labels
+    assert max(map(len, labels)) <= report_training.NAME and len(set(labels)) == len(labels)
+    assert axes.get_xticklabels()[-1].get_text() == "n/a" and "n/a: the error is no number" in caption
+    (mark,) = axes.collections
+    assert mark.get_offsets().tolist() == [[axes.get_xlim()[1], 151]]
+    assert "Of 600 tensors 1 failed. n/a" in caption and f"{len(labels)} of the names are shown" in caption
+    assert legend == ["step 1", "step 2", "failed"]
+    assert axes.figure.get_figheight() < 10
+
+
+def test_many_steps_share_a_legend(recorded, monkeypatch):
+    path = [{**place, "eps": [0.0] * 50} for place in recorded["averaged"]["path"]]
+    axes, legend, _ = drawn(recorded["averaged"], monkeypatch, path=path)
+    assert legend == ["step 1", "step 11", "step 21", "step 30", "step 40", "step 50"]
+    assert len(axes.lines) == 2 * 50 + 2
+
+
+def test_notes_are_listed(recorded, no_figures):
+    made = page(comparison(notes=["one < two", "three"]), comparison(notes=[], path=[]), comparison())
+    assert "Notes one < two three" in made.text and made.text.count("Notes") == 1
+    assert page(comparison(notes=[], path=[])).source == page(comparison()).source
+
+
+def test_recording_whose_loss_was_not_seen(recorded, no_figures):
+    losses = [{"step": step, "reference": None, "actual": None} for step in (1, 2)]
+    assert page(recorded["averaged"] | {"losses": losses, "path": []}).tags.count("svg") == 1
+
+
+def test_recording_of_another_device(recorded, no_figures):
+    run = recorded["averaged"]["actual"] | {"label": "mps"}
+    words = "Checked: a run on mps. Reference: a run on a CPU. No accelerator was checked."
+    assert report_training.describe_devices(recorded["averaged"] | {"actual": run}) == words
+
+
+def test_long_names_are_cut_where_they_tell_least():
+    assert report_training.shorten("model.layers.31.attention.k.weight") == "…31.attention.k.weight"
+    assert report_training.shorten("h.7.attention.projection.weight") == "…7.attention.…jection.weight"
+    assert report_training.shorten("a" * 20 + "b" * 20) == "a" * 13 + "…" + "b" * 14
+    assert report_training.shorten("layers.0.weight") == "layers.0.weight"
 
 
 def test_missing_package(call, monkeypatch, tmp_path):

@@ -271,6 +271,70 @@ exec sleep 100
         assert said in result.err
 
 
+TORCHRUN = """#!/usr/bin/env bash
+printf '%s\\n' "$@" > torchrun-got
+mkdir -p "$RECORD" && touch "$RECORD/rank-0.pt"
+"""
+STARTS_TORCHRUN = 'torchrun --nproc_per_node=$NGPU --tee 3 -m vendor.train --module $MODULE "$@"\n[ -e fail ]'
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "steps"),
+    [("cpu", [], "3"), ("cpu", ["--training.steps=2"], "2"), ("cuda", [], "3")],
+)
+def test_dry_run_of_a_recorded_run(tmp_path, device, options, steps):
+    result = run(ROOT / LLAMA, "--dry-run", *options, cwd=tmp_path, DEVICE=device, RECORD="a dir")
+    assert result.status == 0, result.err
+    recorder = f"record_training.py --output-dir '{tmp_path}/a dir' --steps {steps} --afterwards continue"
+    start = words(result.out).index(str(ROOT / "record_training.py"))
+    assert words(result.out)[start + 1 : start + 8] == [*words(recorder)[1:], "titan/train.py"]
+    plain = run(ROOT / LLAMA, "--dry-run", *options, DEVICE=device)
+    assert words(plain.out) == words(result.out)[:start] + words(result.out)[start + 7 :]
+
+
+def test_dry_run_of_a_recorded_run_on_neuron():
+    result = run(ROOT / LLAMA, "--dry-run", DEVICE="neuron", STEPS="1", RECORD="/x")
+    recorder = ["RECORD=/x", "RECORD_STEPS=1", str(ROOT / "titan/record/run")]
+    tutorial = words(TUTORIAL["llama_fsdp64"].replace("steps 10", "steps 1"))
+    assert words(result.out) == [*tutorial[:3], *recorder, *tutorial[3:]]
+
+
+def test_recorded_run_on_neuron_records_what_the_vendors_script_starts(node, tmp_path):
+    node.tool("torchrun", TORCHRUN)
+    (node.checkout / "run_train.sh").write_text(RUN_TRAIN.replace("[ -e fail ]", STARTS_TORCHRUN))
+    environment = node.environment | {"RECORD": str(tmp_path / "recorded")}
+    result = run(ROOT / LLAMA, **environment)
+    assert result.status == 0, result.out + result.err
+    got = (node.checkout / "torchrun-got").read_text().splitlines()
+    assert got[:3] == ["--nproc_per_node=64", "--tee", "3"]
+    recorder = Path(got[3])
+    assert recorder.resolve() == ROOT / "record_training.py"
+    options = ["--output-dir", environment["RECORD"], "--steps", "3", "--afterwards", "continue"]
+    module = ["-m", "vendor.train", "--module", f"{GRAPH_TRAINER}.llama3"]
+    assert got[4:] == [*options, *module, *words(TUTORIAL["llama_fsdp64"])[4:]]
+
+
+def test_recorded_run_on_neuron_that_recorded_nothing(node, tmp_path):
+    (tmp_path / "recorded").mkdir()
+    (tmp_path / "recorded/rank-0.pt").touch()  # of an earlier run
+    result = run(ROOT / LLAMA, **node.environment, RECORD=str(tmp_path / "recorded"))
+    assert result.status == 2
+    assert f"error: nothing was recorded in {tmp_path / 'recorded'}: run_train.sh has not" in result.err
+
+
+@pytest.mark.parametrize(
+    ("given", "started"), [("--module a.b --x y", "-m a.b --x y"), ("train.py -m 1", "train.py -m 1")]
+)
+def test_other_ways_to_name_what_torchrun_starts(tmp_path, given, started):
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    command = [ROOT / "titan/record/run", "torchrun", "--tee", "3", *given.split()]
+    result = run(*command, PATH=path, RECORD="x", RECORD_STEPS="2")
+    recorder = f"{ROOT}/titan/record/../../record_training.py"
+    assert result.out == f"--tee 3 {recorder} --output-dir x --steps 2 --afterwards continue {started}\n"
+
+
 def test_failed_run_on_neuron_fails(node):
     (node.checkout / "fail").touch()
     result = run(ROOT / LLAMA, **node.environment)
@@ -366,8 +430,9 @@ def test_readme_lists_every_file_and_wrapper():
     assert named == {path.name for path in (ROOT / "titan").iterdir() if path.suffix in (".py", ".sh")}
     started = {command for command in COMMANDS if command.startswith("titan/")}
     assert started == {f"titan/{name}.sh" for name in TUTORIAL}
-    words = {command.split()[0] for command in COMMANDS}
+    words = {command.split()[0] for command in COMMANDS if not command.startswith("RECORD=")}
     assert words == {"make", "python", "export"} | started
+    assert "`record/run` `record/torchrun`" in README
 
 
 @pytest.mark.parametrize("command", re.findall(r"`(make [^`]+|[A-Z]+=\w+ titan/[^`]+)`", README) + COMMANDS)
@@ -376,6 +441,9 @@ def test_readme_command(command, call, monkeypatch, tmp_path):
     words = shlex.split(command)
     if words[0] == "make":
         assert run("make", "-n", f"PYTHON={sys.executable}", *words[1:]).status == 0
+    elif "compare_training.py" in words:
+        recorded = {word for other in COMMANDS for word in other.split() if word.startswith("RECORD=")}
+        assert recorded == {f"RECORD={words[3]}", f"RECORD={words[5]}"}
     elif "titan/check_run.py" in words:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "results/titan").mkdir(parents=True)

@@ -6,6 +6,7 @@
 #   MODULE, CONFIG          recipe module, by its full path, and recipe
 #   STEPS                   training steps (default: the wrapper's)
 #   TORCHTITAN_NEURON_DIR   torchtitan-neuron checkout, on neuron
+#   RECORD                  folder in which record_training.py records the first three steps (default: none)
 #   HF_TOKEN                Hugging Face token, for the gated Llama tokenizer
 #   PYTHON, RESULTS         Python to run with; folder for logs (default: results)
 set -eo pipefail
@@ -28,6 +29,7 @@ absolute() {
     case $1 in ''|/*) printf %s "$1" ;; *) printf %s "$PWD/$1" ;; esac
 }
 TORCHTITAN_NEURON_DIR=$(absolute "$TORCHTITAN_NEURON_DIR")
+RECORD=$(absolute "$RECORD")
 case $PYTHON in */*) PYTHON=$(absolute "$PYTHON") ;; esac
 
 # find_option OPTION WORD...: whether --OPTION is among the words. Its last value is then in found.
@@ -52,7 +54,7 @@ show() {
     local word first=1
     for word in "$@"; do
         case $word in
-            -*|[A-Z]*=*|*/*.py|*/run_train.sh) [ -n "$first" ] || printf ' \\\n  ' ;;
+            -*|[A-Z]*=*|*/*.py|*/run|*/run_train.sh) [ -n "$first" ] || printf ' \\\n  ' ;;
             *) [ -n "$first" ] || printf ' ' ;;
         esac
         first=
@@ -163,7 +165,17 @@ neuron_command() {
     CONFIG=${chosen_config:-$config}
     NGPU=${chosen_ngpu:-64}
     options=("${tutorial[@]}" "$@")
-    command=("NGPU=$NGPU" "MODULE=$MODULE" "CONFIG=$CONFIG" ./run_train.sh "${options[@]}")
+    local record=()
+    if [ -n "$RECORD" ]; then
+        record=("RECORD=$RECORD" "RECORD_STEPS=$(steps_to_record "${options[@]}")" "$TITAN/record/run")
+    fi
+    command=("NGPU=$NGPU" "MODULE=$MODULE" "CONFIG=$CONFIG" "${record[@]}" ./run_train.sh "${options[@]}")
+}
+
+# steps_to_record WORD...: three, or as many as the options train.
+steps_to_record() {
+    find_option training.steps "$@" || found=3
+    case $found in 1|2) echo "$found" ;; *) echo 3 ;; esac
 }
 
 # other_command WORD...: set command to the same recipe at debug size, by this repository's titan/train.py.
@@ -179,10 +191,15 @@ other_command() {
         options+=(--dataloader.dataset_path .titan/c4_test)
     fi
     options+=(--dump_folder "$results/$NAME" "${debug[@]}" ${STEPS:+--training.steps "$STEPS"} "$@")
+    local record=()
+    if [ -n "$RECORD" ]; then
+        record=("$ROOT/record_training.py" --output-dir "$RECORD" --steps "$(steps_to_record "${options[@]}")"
+            --afterwards continue)
+    fi
     command=("TITAN_DEVICE=$DEVICE" OMP_NUM_THREADS=1 HF_DATASETS_CACHE=.titan/cache
         "$PYTHON" launch.py --standalone "--nproc-per-node=$NGPU" --log-dir "$results/logs/$NAME"
         --redirects 3 --tee 1 --local-ranks-filter 0
-        titan/train.py --module "$MODULE" --config "$CONFIG" "${options[@]}")
+        "${record[@]}" titan/train.py --module "$MODULE" --config "$CONFIG" "${options[@]}")
 }
 
 # launch WORD...: run the wrapper's recipe on this machine, or with --dry-run say how.
@@ -229,7 +246,7 @@ train() {
     mkdir -p "$results"
     local log status=0 checked=0 stopped= folder=$ROOT
     log=$(absolute "$results/$NAME.log")
-    rm -f "$log" "$log.neuron-monitor"
+    rm -f "$log" "$log.neuron-monitor" ${RECORD:+"$RECORD/rank-0.pt"}
     notes "${options[@]}" >&2
     if [ "$DEVICE" = neuron ]; then
         folder=$TORCHTITAN_NEURON_DIR
@@ -248,5 +265,8 @@ train() {
     (cd "$folder" && exec env "${command[@]}") 2>&1 | tee -i "$log" || status=$?
     "$PYTHON" "$TITAN/check_run.py" "$log" $stopped || checked=$?
     [ "$status" != 0 ] || status=$checked
+    if [ -n "$RECORD" ] && [ "$status" = 0 ] && [ ! -e "$RECORD/rank-0.pt" ]; then
+        refuse "nothing was recorded in $RECORD: run_train.sh has not started torchrun with a module or a script"
+    fi
     return "$status"
 }
