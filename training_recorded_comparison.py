@@ -68,11 +68,13 @@ class Divergence:
         found = []
         for kind in ("activations", "gradients"):
             for key in [key for key in self.order if key[0] == kind]:
-                by_step = defaultdict(float)
+                by_step: dict[int, list[Result]] = defaultdict(list)
                 for _, step, result in self.results[key]:
-                    by_step[step] = max(by_step[step], result.eps)
-                errors = [by_step.get(step) for step in range(1, len(self.scores[0]))]
-                found.append({"kind": kind, "name": key[1], "eps": errors})
+                    by_step[step].append(result)
+                steps = range(1, len(self.scores[0]))
+                errors = [max((r.eps for r in by_step[step]), default=None) for step in steps]
+                failed = [any(not r.passed for r in by_step[step]) for step in steps]
+                found.append({"kind": kind, "name": key[1], "eps": errors, "failed": failed})
         return found
 
     def by_kind(self) -> dict[str, list[Result]]:
