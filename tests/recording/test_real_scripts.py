@@ -8,11 +8,9 @@ from conftest import ROOT, launch, read_logs, run
 from training_comparison import ranks_of
 from training_recorded_comparison import compare_recordings
 from training_recorded_diagnosis import cause_of_recordings
+from training_recorded_tolerance import DRIFT_EPS, DRIFT_FACTOR, Drift
 from training_recordings import Recording
 from training_tolerance import DEFAULTS
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 RECORDER, TRAINER = ROOT / "record_training.py", ROOT / "tests" / "tools" / "hf_trainer.py"
 RUNS = {  # ranks and arguments
@@ -26,6 +24,8 @@ RUNS = {  # ranks and arguments
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """What Trainer computes on one rank and two, by the name of the run."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("trainer")
     for name, (ranks, *arguments) in RUNS.items():
         command = [RECORDER, "--output-dir", folder / name, "--steps", 3]
@@ -64,3 +64,15 @@ def test_a_mean_over_each_ranks_own_tokens_is_found_in_the_loss(recorded):
     assert "each rank's own tokens, not all" in cause
     of_step_1 = [finding for finding in outcome.findings if finding.step == 1]
     assert {finding.kind for finding in of_step_1} == {"losses", "gradients", "parameters"}
+
+
+def test_what_one_weight_differs_by_is_allowed_everywhere_up_to_a_bound():
+    # nanoGPT: one element of a weight that Adam moved otherwise changes gradients of other layers.
+    drift, eps = Drift(), 2.0**-23
+    assert drift.of_all(3.0, eps) == 0
+    drift.measured = {"a.weight": (4 * eps, 1.0, 2), "a.bias": (0.0, 0.0, 1), "b.weight": (3 * eps, 1.0, 2)}
+    drift.measured["key.bias"] = 1.0, 1.0, 1  # without a gradient it is anything
+    drift.silent = {"key.bias"}
+    assert drift.of_all(3.0, eps) == pytest.approx(3.0 * DRIFT_FACTOR * 5 * eps)
+    drift.silent = set()
+    assert drift.of_all(3.0, eps) == 3.0 * DRIFT_EPS * eps
