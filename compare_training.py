@@ -190,7 +190,8 @@ def print_losses(summary: dict) -> None:
         head += f"{label:>20}"
     if summary["reference"]:
         head += f"{'difference':>12}"
-    print(f"\nstep{head}   (global loss)")
+    what = "loss of backward, mean over all" if summary["path"] else "global loss"
+    print(f"\nstep{head}   ({what})")
     for losses in summary["losses"]:
         line = f"{losses['step']:4}"
         for name in names:
@@ -259,7 +260,7 @@ def print_first(summary: dict) -> None:
     ranks = f"rank{'s' if len(first['ranks']) > 1 else ''} {ranges(first['ranks'])}"
     step = f"step {first['step']}" if first["step"] else "step 0 (before training)"
     print(f"First in causal order: {ranks}, {step}, {first['kind']} {first['name']}{first['message']}")
-    if summary["path"] and first["check"] == "reference":
+    if summary["path"] and first["check"] == "reference" and first["step"]:
         print("Everything before it agrees.")
     if first["check"] != "reference":
         recorded = "learning_rate" not in summary["actual"]["metadata"]
@@ -325,7 +326,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     recorded = is_recording(args.actual_dir)
     if args.world_size is None and not recorded:
-        parser.error("the following arguments are required: --world-size")
+        raise InputError(f"{args.actual_dir} holds no recording; give --world-size for results of train()")
     if args.world_size is not None and args.world_size < 1:
         raise InputError(f"--world-size is {args.world_size}; nothing to compare, use at least 1")
     others = [path for path in (args.reference_dir, args.oracle_dir) if path]

@@ -143,7 +143,8 @@ class Names:
 
     def parameters(self) -> list[torch.Tensor]:
         """Return all parameters of the models, also those that no optimizer has."""
-        return [parameter for model in self.models for parameter in unwrap(model).parameters()]
+        # Those that were found: FSDP puts others in their place while it has gathered them.
+        return [self._kept[key] for key in self._parameters]
 
     def device(self) -> str:
         """Return the type of the device that has the parameters."""

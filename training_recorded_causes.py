@@ -139,6 +139,15 @@ def other_samples(first: Finding, ranks: list[int], reference: Recording, actual
         ):
             again = "again" if other < step else "too early"
             return f"the samples of step {step} are those of step {other}, {again}"
+    keys = keys_of(actual, step)
+    strangers = [
+        rank for rank in actual.first_ranks if not any(key in expected for call in keys[rank] for key in call)
+    ]
+    if strangers and len(strangers) < len(actual.first_ranks):
+        return (
+            f"{numbered('rank', strangers)} {'have' if len(strangers) > 1 else 'has'} none of the reference's "
+            f"{total} samples, the other ranks do: each rank draws samples with a seed of its own"
+        )
     if not expected & got:
         return f"none of the reference's {total} samples is there: shuffled by another seed, or other data"
     return None
