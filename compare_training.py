@@ -23,7 +23,7 @@ from pathlib import Path
 
 from training_common import InputError, make_parser, write_then_rename
 from training_comparison import Outcome, cause_of, compare_runs, ranks_of
-from training_recorded_comparison import compare_recordings
+from training_recorded_comparison import Divergence, compare_recordings
 from training_recorded_diagnosis import cause_of_recordings
 from training_recordings import Recording, is_recording
 from training_records import KINDS, LAYOUT, SCHEMA, SHOWN, Run, check_same_job, ranges
@@ -43,8 +43,6 @@ def summarize(outcome: Outcome, runs: Runs, tolerance: Tolerance, cause: str | N
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": actual.world_size,
         "steps": actual.metadata["steps"],
-        "notes": getattr(outcome.comparison, "notes", []),
-        "path": getattr(outcome.comparison, "path", []),
         "reference": describe_run(runs["reference"]),
         "actual": describe_run(actual),
         "oracle": describe_run(runs["oracle"]),
@@ -60,7 +58,15 @@ def summarize(outcome: Outcome, runs: Runs, tolerance: Tolerance, cause: str | N
         "first": first_finding(outcome),
         "cause": cause,
         "oracle_errors": oracle_errors(outcome),
+        **of_recordings(outcome),
     }
+
+
+def of_recordings(outcome: Outcome) -> dict:
+    """Return what is known of recordings alone: notes, and the error on the way through the model."""
+    if not isinstance(outcome.comparison, Divergence):
+        return {}
+    return {"notes": outcome.comparison.notes, "path": outcome.comparison.path}
 
 
 def describe_run(run: Run | None) -> dict | None:
@@ -190,7 +196,7 @@ def print_losses(summary: dict) -> None:
         head += f"{label:>20}"
     if summary["reference"]:
         head += f"{'difference':>12}"
-    what = "loss of backward, mean over all" if summary["path"] else "global loss"
+    what = "loss of backward, mean over all" if "path" in summary else "global loss"
     print(f"\nstep{head}   ({what})")
     for losses in summary["losses"]:
         line = f"{losses['step']:4}"
@@ -209,7 +215,7 @@ def print_errors(summary: dict) -> None:
     def needed(rtol: float, norm_eps: float) -> str:
         # Above what was measured, so that rounding the figure does not take it below.
         by_norm = f"--norm-eps {1.05 * norm_eps:.2g}"
-        return by_norm if summary["path"] else f"--rtol {1.05 * rtol:.1e} {by_norm}"
+        return by_norm if "path" in summary else f"--rtol {1.05 * rtol:.1e} {by_norm}"
 
     print(f"\n{'tensors':12}{'compared':>9}{'mismatched':>12}{'largest error':>16}   would pass with")
     for row in summary["kinds"]:
@@ -260,7 +266,7 @@ def print_first(summary: dict) -> None:
     ranks = f"rank{'s' if len(first['ranks']) > 1 else ''} {ranges(first['ranks'])}"
     step = f"step {first['step']}" if first["step"] else "step 0 (before training)"
     print(f"First in causal order: {ranks}, {step}, {first['kind']} {first['name']}{first['message']}")
-    if summary["path"] and first["check"] == "reference" and first["step"]:
+    if "path" in summary and first["check"] == "reference" and first["step"]:
         print("Everything before it agrees.")
     if first["check"] != "reference":
         recorded = "learning_rate" not in summary["actual"]["metadata"]
@@ -359,7 +365,7 @@ def compare(args: argparse.Namespace) -> int:
     print_errors(summary)
     print_oracle_errors(summary)
     print_invariants(summary)
-    for note in summary["notes"]:
+    for note in summary.get("notes", []):
         print(f"note: {note}")
     if outcome.findings:
         print_first(summary)

@@ -145,8 +145,8 @@ def other_samples(first: Finding, ranks: list[int], reference: Recording, actual
     ]
     if strangers and len(strangers) < len(actual.first_ranks):
         return (
-            f"{numbered('rank', strangers)} {'have' if len(strangers) > 1 else 'has'} none of the reference's "
-            f"{total} samples, the other ranks do: each rank draws samples with a seed of its own"
+            f"{numbered('rank', strangers)} {'have' if len(strangers) > 1 else 'has'} none of the "
+            f"reference's {total} samples, the other ranks do: each rank draws samples with a seed of its own"
         )
     if not expected & got:
         return f"none of the reference's {total} samples is there: shuffled by another seed, or other data"
