@@ -19,6 +19,8 @@ ORDER = [
     "training_comparison",
     "training_sketches",
     "training_recordings",
+    "training_names",
+    "training_recorder",
     "training_recorded_tolerance",
     "training_recorded_samples",
     "training_recorded_checks",

@@ -32,7 +32,7 @@ from faulty_cases import CASES, RANK, RANKS, SEEDS, STEPS
 import distributed_train as eager
 import simplefsdp_tp_train as simplefsdp
 import training_common
-from record_training import Recorder
+from training_recorder import Recorder
 
 # Each registers its cases when it is imported, in the order in which they run.
 for module in ("ddp_setup", "ddp_loop", "fsdp", "tp", "simplefsdp"):

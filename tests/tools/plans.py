@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from record_training import Recorder
+from training_recorder import Recorder
 
 WORDS, LENGTH, WIDTH, HEADS, BATCH, STEPS = 128, 32, 64, 4, 8, 3
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
