@@ -90,8 +90,8 @@ class Divergence:
 
 def compare_samples(
     step: int, reference: list[list[list]], actual: list[list[list]], recordings: tuple, found: Divergence
-) -> bool:
-    """Compare which samples the two runs had in a step; return whether they are the same."""
+) -> None:
+    """Compare which samples the two runs had in a step."""
     lists = [
         [key for rank in recording.first_ranks for call in keys[rank] for key in call]
         for recording, keys in zip(recordings, (reference, actual), strict=True)
@@ -99,10 +99,10 @@ def compare_samples(
     counts = [Counter(keys) for keys in lists]
     if not all(counts):
         found.note("calls of the model were not seen in one of the runs: samples are not compared")
-        return True
+        return
     if any(key[0] == "call" for key in (*counts[0], *counts[1])):
         found.note("the models are called without a tensor of samples: activations are compared call by call")
-        return True
+        return
     missing, extra = counts[0] - counts[1], counts[1] - counts[0]
     total = sum(counts[0].values())
     ranks = tuple(range(recordings[1].world_size))
@@ -110,11 +110,10 @@ def compare_samples(
         found.add(step, SAMPLES, ranks, Result(True))
         if lists[0] != lists[1]:
             found.note("the ranks got the reference's samples in another order, such as round robin")
-        return True
+        return
     gone, others = sum(missing.values()), sum(extra.values())
     message = f": {gone} of the reference's {total} samples are missing, {others} others are there"
     found.add(step, SAMPLES, ranks, mismatch(message))
-    return False
 
 
 def compare_activations(
@@ -300,20 +299,21 @@ def compare_parameters(
     expected_gradients = {name: copies[0] for name, copies in gradients.items()}
     floor = floor_of(expected_gradients)
     for name in theirs:
-        expected, initial = theirs[name][0], start[name][0]
+        expected = theirs[name][0]
+        moved = distance(expected, start[name][0])
         optimizer, group = settings.get(name, ("", {}))
         if name in gradients and optimizer not in LINEAR:
             gradient = expected_gradients[name]
             (drift.silent.add if gradient.largest <= floor else drift.silent.discard)(name)
             drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor)
-        more = NORM_EPS * unit * distance(expected, initial) + drift.allowed[name]
+        more = NORM_EPS * unit * moved + drift.allowed[name]
         differences = []
         for whole in ours.get(name, []):
             eps = torch.finfo(whole.dtype).eps
             result = judge_whole(whole, expected, eps, more, norm_eps)
             found.add(step, ("parameters", name), whole.ranks, result)
             differences.append(distance(whole, expected))
-            explained = NORM_EPS * (eps * expected.norm + unit * distance(expected, initial))
+            explained = NORM_EPS * (eps * expected.norm + unit * moved)
             if result.passed and differences[-1] > explained:
                 drift.explained[name] = optimizer
         drift.measured[name] = (max(differences, default=0.0), expected.norm, len(expected.shape))
