@@ -15,6 +15,7 @@ Exit status: 0 parity, 1 mismatch, 2 nothing that could be compared. Needs train
 
 import argparse
 import json
+import shlex
 import sys
 import traceback
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from training_common import InputError, make_parser, write_then_rename
 from training_comparison import Outcome, cause_of, compare_runs, ranks_of
-from training_recorded_comparison import Divergence, compare_recordings
+from training_recorded_comparison import Divergence, compare_recordings, worst_element
 from training_recorded_diagnosis import cause_of_recordings
 from training_recordings import Recording, is_recording
 from training_records import KINDS, LAYOUT, SCHEMA, SHOWN, Run, check_same_job, ranges
@@ -58,15 +59,22 @@ def summarize(outcome: Outcome, runs: Runs, tolerance: Tolerance, cause: str | N
         "first": first_finding(outcome),
         "cause": cause,
         "oracle_errors": oracle_errors(outcome),
-        **of_recordings(outcome),
+        **of_recordings(outcome, runs),
     }
 
 
-def of_recordings(outcome: Outcome) -> dict:
-    """Return what is known of recordings alone: notes, and the error on the way through the model."""
+def of_recordings(outcome: Outcome, runs: Runs) -> dict:
+    """Return what is known of recordings alone: notes, the error on the way through the model, an element."""
     if not isinstance(outcome.comparison, Divergence):
         return {}
-    return {"notes": outcome.comparison.notes, "path": outcome.comparison.path}
+    first = outcome.findings[0] if outcome.findings else None
+    of_reference = first is not None and first.check == "reference"
+    element = worst_element(first, runs["reference"], runs["actual"]) if of_reference else None
+    return {
+        "notes": outcome.comparison.notes,
+        "path": outcome.comparison.path,
+        "worst_element": element,
+    }
 
 
 def describe_run(run: Run | None) -> dict | None:
@@ -268,6 +276,7 @@ def print_first(summary: dict) -> None:
     print(f"First in causal order: {ranks}, {step}, {first['kind']} {first['name']}{first['message']}")
     if "path" in summary and first["check"] == "reference" and first["step"]:
         print("Everything before it agrees.")
+    print_worst_element(summary)
     if first["check"] != "reference":
         recorded = "learning_rate" not in summary["actual"]["metadata"]
         fix = '; another optimizer than plain SGD? Name it: save_results(..., optimizer="AdamW")'
@@ -277,6 +286,18 @@ def print_first(summary: dict) -> None:
     compared = sum(row["compared"] for row in summary["kinds"])
     failed, ranks = len(summary["failed_ranks"]), summary["world_size"]
     print(f"{mismatched} of {compared} tensors failed, on {failed} of {ranks} ranks." if compared else "")
+
+
+def print_worst_element(summary: dict) -> None:
+    """Print where in the first tensor of a recording the runs differ most, or how to find out."""
+    first = summary["first"]
+    if "path" not in summary or first["kind"] not in ("gradients", "parameters"):
+        return
+    if element := summary["worst_element"]:
+        numbers = f"reference {element['reference']:.9g}, actual {element['actual']:.9g}"
+        print(f"It differs most in element {element['index']}: {numbers}.")
+    elif first["check"] == "reference":
+        print(f"For its elements record both runs again with: --full {shlex.quote(first['name'])}")
 
 
 def print_what_was_not_checked(runs: Runs) -> None:

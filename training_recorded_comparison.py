@@ -5,7 +5,7 @@ the last layer to the first, parameters, buffers. training_recorded_tolerance.py
 """
 
 from collections import Counter, defaultdict
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 
@@ -19,6 +19,7 @@ from training_recordings import (
     Recording,
     choose_conventions,
     losses_of,
+    put_together,
     rates_of,
     unit_of,
 )
@@ -334,6 +335,28 @@ def compare_kind(
         expected = theirs[name][0]
         for whole in ours[name]:
             found.add(step, (kind, name), whole.ranks, judge_whole(whole, expected, unit, 0.0, norm_eps))
+
+
+def worst_element(first: Finding, reference: Recording, actual: Recording) -> dict | None:
+    """Return where a parameter or gradient differs most, None if it was recorded without --full."""
+    kind, step = ("before", 1) if first.step == 0 else (first.kind, first.step)
+    if first.kind not in ("gradients", "parameters") or first.name not in actual.tensors(step, kind):
+        return None
+    pair = []
+    for run in (reference, actual):
+        copies = run.tensors(step, kind).get(first.name, [])
+        ranks = next((copy.ranks for copy in copies if run is reference or first.rank in copy.ranks), ())
+        pair.append(put_together(run.entries(step, kind).get(first.name, {}), ranks))
+    if any(tensor is None for tensor in pair):
+        return None
+    expected, got = pair
+    place = int((got - expected).abs().nan_to_num(nan=inf).argmax())
+    index = [int(number) for number in torch.unravel_index(torch.tensor(place), expected.shape)]
+    return {
+        "index": index,
+        "reference": expected.flatten()[place].item(),
+        "actual": got.flatten()[place].item(),
+    }
 
 
 def check_same_model(reference: Recording, actual: Recording) -> None:

@@ -319,13 +319,9 @@ class Recorder:
                 self._step.gradients[id(parameter)] = described
 
     def _described(self, parameter: torch.Tensor, tensor: torch.Tensor, scale=None) -> dict:
-        described = describe(tensor, scale)
-        if self.args.full:
-            name = self.names.of_parameter(id(parameter))
-            if any(wanted == "all" or fnmatch.fnmatchcase(name, wanted) for wanted in self.args.full):
-                # This rank's shard: to put shards together takes collectives, which the script has not.
-                described["full"] = local_shard(tensor).detach().cpu().clone()
-        return described
+        name = self.names.of_parameter(id(parameter)) if self.args.full else ""
+        full = any(wanted == "all" or fnmatch.fnmatchcase(name, wanted) for wanted in self.args.full)
+        return describe(tensor, scale, full)
 
     # ------------------------------------------------------------ steps
 

@@ -40,7 +40,7 @@ import os
 import re
 import socket
 import time
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import inf, isfinite
 from pathlib import Path
@@ -236,20 +236,39 @@ def wholes(by_rank: dict[int, dict]) -> list[Whole]:
     return list(found.values())
 
 
+def put_together(by_rank: dict[int, dict], ranks: tuple[int, ...]) -> torch.Tensor | None:
+    """Return a tensor, in float64, from the shards of these ranks; None unless they have it with --full."""
+    shards = [by_rank[rank] for rank in ranks if rank in by_rank]
+    if not shards or any("full" not in shard for shard in shards):
+        return None
+    shape = shards[0]["shape"]
+    whole = torch.zeros(shape, dtype=torch.float64)
+    for shard in shards:
+        part = shard["full"].double()
+        block = zip(shard["offset"], part.shape, strict=True)
+        whole[tuple(slice(start, start + size) for start, size in block)] += part  # partial ones add up
+    return whole
+
+
 def shard_group(rank: int, entry: dict) -> tuple[int, ...]:
     """Return the ranks whose shards make up the tensor of which this rank has one."""
     if entry["mesh"] is None:
         return (rank,)
-    ranks = torch.tensor(entry["ranks"]).reshape(entry["mesh"])
-    own = [int(place) for place in (ranks == rank).nonzero()[0]]
-    replicated = [placement == "replicate" for placement in entry["placements"]]
-    places = product(
-        *(
-            [place] if keep else range(size)
-            for place, keep, size in zip(own, replicated, entry["mesh"], strict=True)
-        )
-    )
-    return tuple(sorted(int(ranks[place]) for place in places))
+    return _shard_groups(entry["mesh"], entry["ranks"], entry["placements"])[rank]
+
+
+@lru_cache(maxsize=64)
+def _shard_groups(
+    mesh: tuple[int, ...], ranks: tuple[int, ...], placements: tuple[str, ...]
+) -> dict[int, tuple[int, ...]]:
+    # For each rank of a mesh those that differ from it only in the dimensions that are not replicated.
+    groups: dict[tuple, list[int]] = {}
+    place_of = {}
+    for place, rank in zip(product(*map(range, mesh)), ranks, strict=True):
+        copy = tuple(i for i, name in zip(place, placements, strict=True) if name == "replicate")
+        groups.setdefault(copy, []).append(rank)
+        place_of[rank] = copy
+    return {rank: tuple(sorted(groups[copy])) for rank, copy in place_of.items()}
 
 
 # ---------------------------------------------------------------- optimizers and losses

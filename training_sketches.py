@@ -10,8 +10,8 @@ the sketch of the whole tensor, and the difference of two sketches is the sketch
 norm estimates the norm of that difference, within 4 % for one of full rank and 6 % for one of rank one,
 and that of a sample of an activation, with 32 buckets, within 12 and 22 % (one sigma, measured by
 tests/tools/bench_sketches.py). A large matrix takes 1.3 ns an element, with all that is counted 7 ns; a
-column shard up to 3 ns, a shard of few rows 10 ns. This is a CountSketch (Charikar, Chen, Farach-Colton
-2002) whose hash is a product of one for rows and one for columns (Pagh 2013), which suits any shard.
+shard of columns or rows up to 4 ns. This is a CountSketch (Charikar, Chen, Farach-Colton 2002) whose
+hash is a product of one for rows and one for columns (Pagh 2013), which suits any shard.
 
 A tensor of more dimensions is a matrix, too: its first dimensions are the rows, the last ones the columns.
 """
@@ -88,19 +88,18 @@ def sketch_matrices(block: torch.Tensor, row: int, column: int, width: int) -> t
     block: of shape (n, rows, columns), on the CPU; its first element is at (row, column).
     """
     count, rows, columns = block.shape
-    if rows * 4 < width or rows * columns < 64 * width:
+    if 2 * rows * columns < width**2 or count * min(rows, width) * min(columns, width) < 4096:
         return _sketch_by_element(block, row, column, width)
     grid = torch.zeros(count, width, width, dtype=torch.float64)  # by bucket of the row and of the column
-    for first in range(0, columns, COLUMNS):
+    if rows < width:  # few rows: their columns are added up first, otherwise the rows
+        added = torch.zeros(count, rows, width, dtype=torch.float64)
+        _add(added, block, 2, column, COLUMN_SIGNS, COLUMN_SHIFTS)
+        _add(grid, added, 1, row, ROWS, ROW_SHIFTS)
+    for first in range(0, columns if rows >= width else 0, COLUMNS):
         part = block[:, :, first : first + COLUMNS]
-        by_row = _add_rows(part, row, width)
-        by_row *= signs(column + first, part.shape[2], COLUMN_SIGNS)
-        for position, length in runs(column + first, part.shape[2], width):
-            # A shift of the column's bucket by n is the same as one of the row's bucket.
-            start = position - column - first
-            bucket = position % width
-            moved = by_row[:, :, start : start + length].roll(shift(position, COLUMN_SHIFTS, width), 1)
-            grid[:, :, bucket : bucket + length] += moved
+        added = torch.zeros(count, width, part.shape[2], dtype=torch.float64)
+        _add(added, part, 1, row, ROWS, ROW_SHIFTS)
+        _add(grid, added, 2, column + first, COLUMN_SIGNS, COLUMN_SHIFTS)
     # Row bucket + column bucket is the same along a diagonal: twice the grid side by side, read with a
     # row's stride that is one shorter, has the diagonals as its columns.
     twice = torch.cat([grid, grid], dim=2).reshape(count, -1)
@@ -121,6 +120,7 @@ def _sketch_by_element(block: torch.Tensor, row: int, column: int, width: int) -
     return torch.bincount(bucket.flatten(), signed, minlength=count * width).reshape(count, width)
 
 
+@lru_cache(maxsize=256)
 def _buckets(start: int, count: int, which: int, width: int) -> torch.Tensor:
     buckets = torch.arange(start, start + count)
     for position, length in runs(start, count, max(width, SAMPLE_WIDTH)):
@@ -128,23 +128,22 @@ def _buckets(start: int, count: int, which: int, width: int) -> torch.Tensor:
     return buckets
 
 
-def _add_rows(part: torch.Tensor, row: int, width: int) -> torch.Tensor:
-    # Adds up the rows of each bucket, with their signs: (n, rows, columns) to (n, width, columns).
-    count, rows, columns = part.shape
-    by_row = torch.zeros(count, width, columns, dtype=torch.float64)
-    buffer = torch.empty(count, min(rows, width), columns, dtype=torch.float64)
-    row_signs = signs(row, rows, ROWS).reshape(1, rows, 1)
-    for position, length in runs(row, rows, width):
-        start = position - row
-        values = buffer[:, :length]
-        values.copy_(part[:, start : start + length])
-        bucket = (position + shift(position, ROW_SHIFTS, width)) % width
+def _add(total: torch.Tensor, block: torch.Tensor, dim: int, start: int, sign: int, shifts: int) -> None:
+    # Adds the rows (dim 1) or columns (dim 2) of a block to their buckets in `total`, with their signs.
+    width, number = total.shape[dim], block.shape[dim]
+    own_signs = signs(start, number, sign).reshape(-1, *[1] * (2 - dim))
+    shape = list(block.shape)
+    shape[dim] = min(number, width)
+    buffer = torch.empty(shape, dtype=torch.float64)
+    for position, length in runs(start, number, width):
+        at = position - start
+        values = buffer.narrow(dim, 0, length).copy_(block.narrow(dim, at, length))
+        bucket = (position + shift(position, shifts, width)) % width
         fits = min(length, width - bucket)
-        sign = row_signs[:, start : start + length]
-        by_row[:, bucket : bucket + fits].addcmul_(values[:, :fits], sign[:, :fits])
-        if fits < length:
-            by_row[:, : length - fits].addcmul_(values[:, fits:], sign[:, fits:])
-    return by_row
+        for first, size, to in ((0, fits, bucket), (fits, length - fits, 0)):
+            if size:
+                some = own_signs[at + first : at + first + size]
+                total.narrow(dim, to, size).addcmul_(values.narrow(dim, first, size), some)
 
 
 def split(shape: tuple[int, ...]) -> int:
@@ -206,13 +205,15 @@ def _matrices(local, shape, offset, rows):
 # ---------------------------------------------------------------- what is recorded of a tensor
 
 
-def describe(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> dict:
+def describe(tensor: torch.Tensor, scale: torch.Tensor | None = None, full: bool = False) -> dict:
     """Return what is recorded of a parameter, gradient or buffer, of which this rank has a shard.
 
     scale: what the tensor has to be divided by, such as the loss scale of mixed precision.
     The dictionary holds plain values and tensors: the sketch; shape and dtype; "mesh", the shape of the
     device mesh, "ranks", those in it, and "placements" (all None for a plain tensor);
     counts of the local elements: see `count`.
+    full: add the shard itself, "full", and its "offset" in the whole. To gather the whole would take a
+    collective, which the script has not.
     """
     local, shape, offset, where = _shard(tensor)
     if scale is not None:
@@ -224,6 +225,7 @@ def describe(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> dict:
         "dtype": str(tensor.dtype).removeprefix("torch."),
         **where,
         **counted,
+        **({"full": local.clone(), "offset": offset} if full else {}),
     }
 
 
@@ -243,7 +245,7 @@ def _shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple, tuple, dict]:
         _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
         where = {
             "mesh": tuple(mesh.shape),
-            "ranks": tuple(mesh.mesh.flatten().tolist()),
+            "ranks": _ranks_of(mesh),
             "placements": tuple(_placement_name(placement) for placement in placements),
         }
     local = local.cpu()
@@ -255,6 +257,12 @@ def _shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple, tuple, dict]:
     if local.is_floating_point() and local.itemsize == 1:  # float8 can be copied, and little else
         local = local.float()
     return local, shape, tuple(offset), where
+
+
+@lru_cache(maxsize=64)
+def _ranks_of(mesh) -> tuple[int, ...]:
+    # One object for all tensors on a mesh: a file then holds it once, which halves the time to read it.
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def _finite(tensor: torch.Tensor, not_finite: int) -> torch.Tensor:
@@ -277,24 +285,20 @@ def count(local: torch.Tensor) -> dict:
     "bfloat16_exact": those that bfloat16 can hold.
     """
     values = local.reshape(-1)
-    magnitudes, exact, zeros, largest = (
-        torch.zeros(256, dtype=torch.int32),
-        0,
-        values.numel(),
-        torch.zeros(()),
-    )
+    magnitudes, largest = torch.zeros(256, dtype=torch.int64), torch.zeros(())
+    exact = zeros = 0
     for part in values.split(1 << 16) if len(values) else ():  # which stays in the cache
         part = part.float()
-        bits = part.view(torch.int32)
-        magnitudes += torch.bincount((bits >> 23).to(torch.uint8), minlength=256)  # without the sign
-        exact += int(torch.count_nonzero((bits & 0xFFFF) == 0))
-        zeros -= int(torch.count_nonzero(part))
-        largest = torch.maximum(largest, part.abs().max())  # not a number if one is not
+        low, high = part.view(torch.int16).reshape(-1, 2).unbind(1)  # halves of the 32 bits
+        magnitudes += torch.bincount((high >> 7).to(torch.uint8), minlength=256)  # without the sign
+        exact += len(part) - int(torch.count_nonzero(low))
+        zeros += len(part) - int(torch.count_nonzero(part))
+        largest = torch.maximum(largest, torch.stack(part.aminmax()).abs().max())  # NaN if one is
     magnitudes[0] -= zeros
     return {
         "elements": values.numel(),
         "largest": float(largest),
-        "magnitudes": magnitudes,
+        "magnitudes": magnitudes.int(),
         "zeros": zeros,
         "bfloat16_exact": exact,
     }

@@ -423,6 +423,11 @@ LOSSES = [
         "the losses are each replica's own, 1.25 to 1.75: they were not averaged over the 2 replicas "
         "(their mean is 1.5, which is the reference)",
     ),
+    fault(  # recorded twice, a loss may differ by one part in a million
+        loss(lambda mean, own: (own + 1e-6, own)),
+        "the losses are each replica's own, 1.25 to 1.75: they were not averaged over the 2 replicas "
+        "(their mean is 1.5, which is the reference)",
+    ),
     fault(loss(lambda mean, own: (2 * mean, own)), f"losses of every rank are 2.00x the reference: {SUMMED}"),
     fault(
         loss(lambda mean, own: (3 * mean, own)),

@@ -77,6 +77,12 @@ def test_logged_every_tenth_step(check):
     assert "then 0.5 s" in result.out
 
 
+def test_the_first_gap_between_steps_may_be_shorter(check):
+    # Steps 1, 10 and 20 are logged. Nothing is missing of 29 steps, and step 30 of 30 is.
+    assert check(titan_log(LOSSES[:3], total=29, every=10, later=0.5)).status == 0
+    assert check(titan_log(LOSSES[:3], total=30, every=10, later=0.5)).failed == {"all steps done"}
+
+
 def test_colours_and_carriage_returns(check):
     red, orange = "\x1b[31m", "\x1b[38;2;180;60;0m"
     lines = [re.sub("(loss|grad_norm):", rf"{orange}\1:", line) for line in titan_log()]

@@ -27,6 +27,7 @@ README = (ROOT / "README.md").read_text()
 NUMERICS = (ROOT / "NUMERICS.md").read_text()
 RECORDING = (ROOT / "RECORDING.md").read_text()
 LIBRARIES = [path.name for path in ROOT.glob("training_*.py")]
+OF_RECORDINGS = ("notes", "path", "worst_element")  # fields of the JSON file that only recordings add
 
 
 def blocks(kind: str, text: str = README) -> list[str]:
@@ -315,6 +316,9 @@ def test_a_parameter_is_recorded_whole(recorded):
     for kind in ("gradients", "before", "parameters"):
         assert step[kind]["2.bias"]["full"].shape == (5,)  # of 20, on four ranks
         assert "full" not in step[kind]["2.weight"]
+    hint, element = blocks("text", RECORDING)[1:3]
+    assert without_numbers(element.strip()) in without_numbers(recorded[1].out)
+    assert without_numbers(hint.splitlines()[0]) in without_numbers(recorded[1].out)
 
 
 # ---------------------------------------------------------------- what is said
@@ -415,14 +419,14 @@ def test_annotated_json_has_the_fields_of_a_real_file(compare, runs, oracle, fau
     compare(*directories, "--actual-dir", faulty, "--world-size", 4, "--json", tmp_path / "x.json")
     real = json.loads((tmp_path / "x.json").read_text())
     shown = shown_json()
-    for name in ("notes", "path"):  # recordings have them
+    for name in OF_RECORDINGS:
         assert shown.pop(name) and name not in real
     check_fields(shown, real, "")
 
 
 def test_annotated_json_has_the_fields_that_recordings_add(recorded):
     real = json.loads((recorded[0] / "recorded.json").read_text())
-    for name in ("notes", "path"):
+    for name in OF_RECORDINGS:
         check_fields(shown_json()[name], real[name], name)
 
 

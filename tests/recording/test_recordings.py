@@ -32,6 +32,7 @@ MISTAKES = {
     "ddp-sgd-buffer": (0, "buffers", "scale", "wrong on rank 1 alone|rank 1 .* 1.01"),
     "ddp-adamw-gelu": (1, "activations", "blocks.1.down", None),
     "ddp-sgd-untied": (0, "parameters", "words.weight", "tied in the reference, separate here"),
+    "tpfsdp-sgd-element": (1, "gradients", "blocks.0.down.weight", None),
     "ddp-sgd-target": (1, "losses", "global loss", "the target or the loss function is another"),
 }
 
@@ -114,6 +115,33 @@ def test_the_command(recorded, call, tmp_path):
     assert names.index("blocks.0.q") < names.index("blocks.1.q") < names.index("head")
     assert content["first"]["kind"] == "gradients" and content["verdict"] == "FAIL"
     assert all(len(row["eps"]) == 3 for row in content["path"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "tpfsdp-sgd-element",
+            r"It differs most in element \[35, 133\]: reference (\S+), actual (\S+)\.",
+        ),
+        ("ddp-adamw-summed", r"For its elements record both runs again with: --full norm\.bias"),
+    ],
+)
+def test_the_worst_element_is_named(recorded, call, tmp_path, name, words):
+    page = tmp_path / "found.json"
+    done = call(
+        main, "--reference-dir", reference_of(recorded, name), "--actual-dir", recorded / name, "--json", page
+    )
+    assert done.status == 1
+    found = re.search(words, done.out)
+    assert found, done.out
+    element = json.loads(page.read_text())["worst_element"]
+    if "element" in name:
+        assert element["index"] == [35, 133]
+        assert element["actual"] - element["reference"] == pytest.approx(1, abs=1e-5)
+        assert float(found[2]) - float(found[1]) == pytest.approx(1, abs=1e-5)
+    else:
+        assert element is None
 
 
 def test_one_recording_is_checked_by_itself(recorded, call):

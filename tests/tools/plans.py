@@ -33,7 +33,7 @@ RUNS = [
     *("ddp:sgd", "tpfsdp:sgd", "fsdp:momentum", "accumulate:adamw", "robin:adamw", "compiled:adamw"),
     *("ddp:sgd:summed", "ddp:adamw:summed", "ddp:sgd:same_batch"),
     *("accumulate:sgd:undivided", "ddp:adamw:rate", "fsdp:sgd:warm", "ddp:sgd:decay", "ddp:sgd:buffer"),
-    *("ddp:adamw:gelu", "ddp:sgd:untied", "ddp:sgd:target"),
+    *("ddp:adamw:gelu", "ddp:sgd:untied", "ddp:sgd:target", "tpfsdp:sgd:element"),
 ]
 
 
@@ -145,6 +145,8 @@ def run(seed: int, plan: str, optimizer: str, mistake: str = "") -> None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             scale = replicas if mistake == "summed" else 1 if mistake == "undivided" else 1 / parts
             (loss * scale).backward()
+        if mistake == "element" and RANK == WORLD - 1:  # which has rows 32 to 63, columns 128 to 255
+            model.blocks[0].down.weight.grad.to_local()[3, 5] += 1
         optimizer.step()
         schedule.step()
         if mistake == "warm":
@@ -161,7 +163,7 @@ def main() -> None:
     for name in args.runs:
         directory = args.output_dir / name.replace(":", "-")
         directory.mkdir(parents=True, exist_ok=True)
-        options = {"steps": STEPS, "activations": "*", "full": [], "afterwards": "continue"}
+        options = {"steps": STEPS, "activations": "*", "full": ["blocks.0.d*"], "afterwards": "continue"}
         recorder = Recorder(argparse.Namespace(output_dir=directory, script=name, arguments=[], **options))
         run(args.seed, *name.split(":"))
         recorder.end_of_script()
