@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from training_evidence import MAX_UNEXPLAINED, SAME_FACTOR, numbered
-from training_recorded_samples import activations_of, keys_of
+from training_recorded_samples import activations_of, keys_of, matched_keys
 from training_recordings import CONVENTIONS, Recording, Whole, losses_of, rates_of, wholes
 from training_records import Finding
 from training_sketches import NOT_FINITE_KEY, fold
@@ -26,8 +26,9 @@ def activation_pair(
     actual: Recording, reference: Recording, key: tuple[str, str], step: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return an activation of a rank's samples in both runs, side by side, None if none is in both."""
-    ours = activations_of(actual, step, keys_of(actual, step)).get(key, [])
-    theirs = activations_of(reference, step, keys_of(reference, step)).get(key, [])
+    of_theirs, of_ours, _ = matched_keys(reference, actual, step)
+    ours = activations_of(actual, step, of_ours).get(key, [])
+    theirs = activations_of(reference, step, of_theirs).get(key, [])
     known = {name: row for rows in theirs for name, row in zip(rows.keys, rows.samples, strict=False)}
     pairs = [
         (row, known[name])

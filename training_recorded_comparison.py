@@ -12,7 +12,7 @@ import torch
 from training_common import InputError
 from training_comparison import Outcome, in_causal_order
 from training_recorded_checks import check_recording
-from training_recorded_samples import Rows, activations_of, judge_rows, keys_of
+from training_recorded_samples import Rows, activations_of, judge_rows, matched_keys, rows_of_modules
 from training_recorded_tolerance import Drift, adaptive_allowance, distance, floor_of, judge, judge_whole
 from training_recordings import (
     CONVENTIONS,
@@ -90,9 +90,14 @@ class Divergence:
 
 
 def compare_samples(
-    step: int, reference: list[list[list]], actual: list[list[list]], recordings: tuple, found: Divergence
+    step: int,
+    reference: list[list[list]],
+    actual: list[list[list]],
+    eps: float,
+    recordings: tuple,
+    found: Divergence,
 ) -> None:
-    """Compare which samples the two runs had in a step."""
+    """Compare which samples the two runs had in a step. eps: by how much those differ that are the same."""
     lists = [
         [key for rank in recording.first_ranks for call in keys[rank] for key in call]
         for recording, keys in zip(recordings, (reference, actual), strict=True)
@@ -108,7 +113,7 @@ def compare_samples(
     total = sum(counts[0].values())
     ranks = tuple(range(recordings[1].world_size))
     if not missing and not extra:
-        found.add(step, SAMPLES, ranks, Result(True))
+        found.add(step, SAMPLES, ranks, Result(True, score=eps / NORM_EPS, eps=eps))
         if lists[0] != lists[1]:
             found.note("the ranks got the reference's samples in another order, such as round robin")
         return
@@ -121,6 +126,7 @@ def compare_activations(
     step: int,
     reference: dict[Key, list[Rows]],
     actual: dict[Key, list[Rows]],
+    kinds: dict[str, str],
     same_layout: bool,
     drift: Drift,
     unit: float,
@@ -129,7 +135,7 @@ def compare_activations(
 ) -> None:
     """Compare the activations of modules that both runs have, sample by sample.
 
-    same_layout: ranks have the same places in both runs.
+    kinds: what the rows are, see rows_of_modules. same_layout: ranks have the same places in both runs.
     """
     for key, rows in actual.items():
         if key not in reference:
@@ -140,7 +146,8 @@ def compare_activations(
         for ranks, of_ranks in by_group.items():
             # A plain tensor may be a shard. With the same ranks in both runs, a rank's own is meant.
             own = [row for row in reference[key] if same_layout and row.ranks == ranks] or reference[key]
-            result = judge_rows(of_ranks, own, key[1], drift, unit, norm_eps)
+            kind = kinds[key[1].partition(" call ")[0]]
+            result = judge_rows(of_ranks, own, kind, key[1], drift, unit, norm_eps)
             if isinstance(result, Result):
                 found.add(step, key, ranks, result)
             else:
@@ -183,10 +190,11 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
     conventions = choose_conventions(reference, actual, norm_eps * max(unit, 2.0**-23))
     say_conventions(conventions, found)
     for step in range(1, actual.steps + 1):
-        keys = keys_of(reference, step), keys_of(actual, step)
-        compare_samples(step, *keys, (reference, actual), found)
+        *keys, eps = matched_keys(reference, actual, step)
+        compare_samples(step, *keys, eps, (reference, actual), found)
         activations = activations_of(reference, step, keys[0]), activations_of(actual, step, keys[1])
-        compare_activations(step, *activations, same_layout, drift, unit, norm_eps, found)
+        kinds = rows_of_modules(reference, actual, step)
+        compare_activations(step, *activations, kinds, same_layout, drift, unit, norm_eps, found)
         losses.append(compare_losses(step, reference, actual, conventions, unit, norm_eps, found))
         compare_gradients(step, reference, actual, unit, norm_eps, drift, found)
         compare_parameters(step, reference, actual, unit, norm_eps, drift, found)

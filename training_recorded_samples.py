@@ -9,7 +9,9 @@ from training_recorded_tolerance import Drift, judge
 from training_recordings import Recording, shard_group
 from training_records import Key
 from training_sketches import fold
-from training_tolerance import Result, mismatch
+from training_tolerance import NORM_EPS, Result, mismatch
+
+CHOSEN = "of rows that the module takes out of the batch, as an expert does"
 
 
 class Rows(NamedTuple):
@@ -18,10 +20,24 @@ class Rows(NamedTuple):
     ranks: tuple[int, ...]
     keys: list  # of each sample
     samples: torch.Tensor  # their sketches
+    along_1: torch.Tensor | None  # the same if the second dimension is the samples', where it may be
     whole: torch.Tensor | None  # of all of them, where the first dimension is not the samples'
     shape: tuple[int, ...]
+    batch_dim: int | None  # which dimension is the samples'
     dtype: str
     not_finite: int
+
+    @property
+    def shape_of_one(self) -> tuple[int, ...]:
+        """The shape without the dimension of the samples."""
+        place = self.batch_dim or 0
+        return self.shape[:place] + self.shape[place + 1 :]
+
+    def along(self, batch_dim: int | None) -> "Rows":
+        """Return it with another dimension as the samples', if it may be that one."""
+        if batch_dim != 1 or self.along_1 is None:
+            return self
+        return self._replace(samples=self.along_1, batch_dim=1)
 
 
 def keys_of(recording: Recording, step: int) -> list[list[list]]:
@@ -36,6 +52,31 @@ def keys_of(recording: Recording, step: int) -> list[list[list]]:
             ]
         )
     return found
+
+
+def matched_keys(reference: Recording, actual: Recording, step: int) -> tuple[list, list, float]:
+    """Return the keys of both runs, those that differ by rounding made equal, and by how many eps they do.
+
+    A sample of whole numbers, such as words, has an exact key. One of other numbers may have been computed
+    otherwise, on another device. It is the reference's if their keys differ by at most 16 eps of float32.
+    """
+    theirs, ours = keys_of(reference, step), keys_of(actual, step)
+    known = [{key for of_rank in keys for call in of_rank for key in call} for keys in (theirs, ours)]
+    new, free = (
+        [key for key in keys if key[0] != "call" and not all(float(number).is_integer() for number in key)]
+        for keys in (sorted(known[1] - known[0], key=str), sorted(known[0] - known[1], key=str))
+    )
+    if not new or not free:
+        return theirs, ours, 0.0
+    one, other = (torch.tensor(keys, dtype=torch.float64) for keys in (new, free))
+    nearest = (torch.cdist(one, other) / other.norm(dim=1)).min(dim=1)
+    near = {
+        key: (free[place], share / 2**-23)
+        for key, place, share in zip(new, nearest.indices.tolist(), nearest.values.tolist(), strict=True)
+        if share <= NORM_EPS * 2**-23
+    }
+    ours = [[[near.get(key, (key,))[0] for key in call] for call in of_rank] for of_rank in ours]
+    return theirs, ours, max((eps for _, eps in near.values()), default=0.0)
 
 
 def activations_of(recording: Recording, step: int, keys: list[list[list]]) -> dict[Key, list[Rows]]:
@@ -56,17 +97,50 @@ def activations_of(recording: Recording, step: int, keys: list[list[list]]) -> d
                 samples = sum(shard["samples"] for shard in shards)
                 if names and len(samples) != len(names) and len(samples) % len(names) == 0:
                     samples = samples.reshape(len(names), -1, samples.shape[1]).sum(1)
+                along_1 = first.get("samples_along_1") if len(shards) == 1 else None
                 whole = None if first["sketch"] is None else sum(shard["sketch"] for shard in shards)
                 bad = sum(shard["not_finite"] for shard in shards)
-                rows = Rows(group, names, samples, whole, tuple(first["shape"]), first["dtype"], bad)
+                rows = Rows(
+                    *(group, names, samples, along_1, whole, tuple(first["shape"]), first["batch_dim"]),
+                    *(first["dtype"], bad),
+                )
                 found[key].append(rows)
     return found
 
 
+def rows_of_modules(reference: Recording, actual: Recording, step: int) -> dict[str, str]:
+    """Say of each module what the rows of its output are in a step: "samples", "fixed" or "chosen".
+
+    There are as many for each sample in all calls of both runs; or as many in all, as of positions; or the
+    module takes some and leaves others, as a mixture of experts does. "unsure": by chance it may have taken
+    as many for each sample in this step, but does not in others.
+    """
+    sizes, shares = defaultdict(set), defaultdict(lambda: defaultdict(set))
+    for content in (*reference.contents, *actual.contents):
+        for number, record in enumerate(content["steps"], start=1):
+            samples = [1 if keys is None else len(keys) for keys in record["calls"]]
+            for entry in record["activations"]:
+                rows = entry["shape"][entry["batch_dim"] or 0]
+                sizes[entry["name"]].add(rows)
+                shares[entry["name"]][number].add(rows / max(1, samples[entry["call"]]))
+    found = {}
+    for name, by_step in shares.items():
+        if len(by_step[step]) > 1:
+            found[name] = "fixed" if len(sizes[name]) == 1 else "chosen"
+        else:
+            found[name] = "samples" if len(set().union(*by_step.values())) == 1 else "unsure"
+    return found
+
+
 def judge_rows(
-    rows: list[Rows], references: list[Rows], name: str, drift: Drift, unit: float, norm_eps: float
+    rows: list[Rows], references: list[Rows], kind: str, name: str, drift: Drift, unit: float, norm_eps: float
 ) -> Result | str:
-    """Judge an activation of one rank, of all its calls; why it cannot be, if there is nothing to compare."""
+    """Judge an activation of one rank, of all its calls; why it cannot be, if there is nothing to compare.
+
+    kind: what its rows are, see rows_of_modules.
+    """
+    place = next((row.batch_dim for row in (*rows, *references) if row.along_1 is None), 0)
+    rows, references = ([row.along(place) for row in some] for some in (rows, references))
     first, other = rows[0], references[0]
     bad = {
         "reference": sum(row.not_finite for row in references),
@@ -78,34 +152,35 @@ def judge_rows(
     if first.dtype != other.dtype:
         return mismatch(f": its type is {first.dtype}, expected {other.dtype}")
     eps = max(unit, torch.finfo(getattr(torch, first.dtype)).eps)
-    both_whole = first.whole is not None and other.whole is not None
-    if both_whole and first.shape == other.shape and len(first.keys) != len(other.keys):
-        # It does not depend on the samples, as position embeddings do not.
-        difference, norm = (first.whole - other.whole).norm().item(), other.whole.norm().item()
-        more = drift.of_activation(name, first.shape, norm) + drift.of_all(norm, eps)
-        return judge(difference, norm, eps, more, norm_eps)
-    if first.shape == other.shape and len(first.samples) == len(other.samples) == 1 != len(first.keys):
-        # Nor does what is one row for all samples, where the recorder did not know how many there are.
-        difference, norm = (first.samples - other.samples).norm().item(), other.samples.norm().item()
-        more = drift.of_activation(name, first.shape, norm) + drift.of_all(norm, eps)
-        return judge(difference, norm, eps, more, norm_eps)
-    if first.shape[1:] != other.shape[1:]:
+
+    def judged(one: torch.Tensor, expected: torch.Tensor, shape: tuple[int, ...]) -> Result:
+        norm = expected.norm().item()
+        more = drift.of_activation(name, shape, norm) + drift.of_all(norm, eps)
+        return judge((one - expected).norm().item(), norm, eps, more, norm_eps)
+
+    if first.shape == other.shape and first.whole is not None and other.whole is not None:
+        result = judged(first.whole, other.whole, first.shape)
+        if kind == "fixed" or result.passed:
+            return result
+    if kind == "chosen":
+        return CHOSEN
+    if kind == "fixed" and first.shape == other.shape and len(first.samples) == len(other.samples) == 1:
+        return judged(first.samples, other.samples, first.shape)
+    if first.shape_of_one != other.shape_of_one:
         return "of another shape in each run"
     if any(len(row.samples) != len(row.keys) for row in (*rows, *references)):
         return "with a number of rows that is no multiple of the samples'"
     width = min(row.samples.shape[1] for row in (*rows, *references))
     theirs = torch.cat([fold(row.samples, width) for row in references])
-    place: dict = {}
+    places: dict = {}
     for i, key in enumerate(key for row in references for key in row.keys):
-        place.setdefault(key, i)
+        places.setdefault(key, i)
     ours = torch.cat([fold(row.samples, width) for row in rows])
-    pairs = [(i, place[key]) for i, key in enumerate(key for row in rows for key in row.keys) if key in place]
-    size = len(pairs)
-    if not size:
+    keys = [key for row in rows for key in row.keys]
+    pairs = [(i, places[key]) for i, key in enumerate(keys) if key in places]
+    if not pairs:
         return "of samples that are not in the reference"
     own, other_places = (list(numbers) for numbers in zip(*pairs, strict=True))
-    expected = theirs[other_places]
-    difference, norm = (ours[own] - expected).norm().item(), expected.norm().item()
-    shape = (size * first.shape[0] // max(1, len(first.keys)), *first.shape[1:])
-    more = drift.of_activation(name, shape, norm) + drift.of_all(norm, eps)
-    return judge(difference, norm, eps, more, norm_eps)
+    count = len(pairs) * first.shape[first.batch_dim or 0] // max(1, len(first.keys))
+    result = judged(ours[own], theirs[other_places], (count, *first.shape_of_one))
+    return result if result.passed or kind == "samples" else CHOSEN

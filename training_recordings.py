@@ -5,7 +5,7 @@ returns it:
 
     {
         "metadata": {
-            "format": "parity-sketches-1",
+            "format": "parity-sketches-2",
             "rank": 1, "world_size": 4, "steps": 3,
             "command": ["train.py", "--plan", "fsdp"],
             "device": "cpu", "backend": "gloo",
@@ -52,7 +52,7 @@ import torch.distributed as dist
 from training_common import InputError, is_stand_in, torch_neuronx_version
 from training_records import check_rank_files, read_file
 
-FORMAT = "parity-sketches-1"  # marks a rank file; raise the number when its layout changes
+FORMAT = "parity-sketches-2"  # marks a rank file; raise the number when its layout changes
 KINDS = {"calls", "activations", "losses", "gradients", "before", "parameters", "buffers", "optimizers"}
 # How losses may be put together: over microbatches, then over replicas. "share": each rank scales its loss by
 # the number of replicas, because gradients are averaged.

@@ -311,7 +311,8 @@ def describe_samples(tensor: torch.Tensor, samples: int | None) -> dict | None:
     A tensor whose first dimension is a multiple of it has as many rows of each sample, or none: position
     embeddings have their own first dimension. So there is a sketch of the whole, too, "sketch", unless
     the first dimension is the samples'. One with another dimension of that size has its samples there.
-    Any other is one sample, and "per_sample" is False.
+    "batch_dim" is that dimension. Any other tensor is one sample, and "batch_dim" is None. Where the first
+    two dimensions are of that size, there are sketches of both, the second ones as "samples_along_1".
     None for tensors that hold no values (on the meta device), are nested or sparse, or are cut so that the
     part of a sample that this rank has is no block of it.
     """
@@ -321,32 +322,36 @@ def describe_samples(tensor: torch.Tensor, samples: int | None) -> dict | None:
     found = _sample_matrices(local, shape, offset, samples)
     if found is None:
         return None
-    matrices, row, column, per_sample = found
+    matrices, row, column, batch_dim = found
     width = sample_width(len(matrices))
     not_finite = local.numel() - int(torch.count_nonzero(local.isfinite()))
-    empty = torch.zeros(len(matrices), width, dtype=torch.float64)
-    whole = (
-        None
-        if per_sample and len(local) == len(matrices)
-        else sketch(_finite(local, not_finite), shape, offset)
-    )
-    return {
-        "samples": sketch_matrices(_finite(matrices, not_finite), row, column, width)
-        if local.numel()
-        else empty,
-        "per_sample": per_sample,
-        "sketch": whole,
+    local, matrices = _finite(local, not_finite), _finite(matrices, not_finite)
+
+    def sketched(matrices: torch.Tensor, row: int, column: int) -> torch.Tensor:
+        if not matrices.numel():
+            return torch.zeros(len(matrices), width, dtype=torch.float64)
+        return sketch_matrices(matrices, row, column, width)
+
+    described = {
+        "samples": sketched(matrices, row, column),
+        "batch_dim": batch_dim,
+        "sketch": None if batch_dim == 0 and len(local) == len(matrices) else sketch(local, shape, offset),
         "shape": tuple(shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         **where,
         "largest": float(local.abs().max()) if local.numel() else 0.0,
         "not_finite": not_finite,
     }
+    if local.dim() > 2 and local.shape[:2] == shape[:2] == (samples, samples):
+        # The first dimension or the second: the other run, with other numbers of samples, will tell.
+        other = _sample_matrices(local.transpose(0, 1), shape, (offset[1], offset[0], *offset[2:]), samples)
+        described["samples_along_1"] = sketched(*other[:3]) if other else None
+    return described
 
 
-def _sample_matrices(local, shape, offset, samples) -> tuple[torch.Tensor, int, int, bool] | None:
-    # The samples as matrices (samples, rows, columns), where in them this rank's part starts, and whether
-    # they are samples at all.
+def _sample_matrices(local, shape, offset, samples) -> tuple[torch.Tensor, int, int, int | None] | None:
+    # The samples as matrices (samples, rows, columns), where in them this rank's part starts, and which
+    # dimension is the samples', None if they are none.
     samples = len(local) if samples is None else samples
     cut = [local.shape[dim] != size for dim, size in enumerate(shape)]
     place = 0
@@ -366,7 +371,8 @@ def _sample_matrices(local, shape, offset, samples) -> tuple[torch.Tensor, int, 
     row = offset[rows[0]] * prod(shape[dim] for dim in rows[1:]) if rows else 0
     columns = 1 if last is None else local.shape[-1]
     number = samples if per_sample else 1
-    return local.reshape(number, local.numel() // max(1, number * columns), columns), row, column, per_sample
+    matrices = local.reshape(number, local.numel() // max(1, number * columns), columns)
+    return matrices, row, column, place if per_sample else None
 
 
 def sample_width(samples: int) -> int:

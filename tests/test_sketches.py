@@ -194,7 +194,7 @@ def test_samples_are_the_same_in_any_batch():
 
 def test_an_activation_without_samples_is_one():
     described = describe_samples(random(32, 6), 5)
-    assert described["per_sample"] is False and described["samples"].shape == (1, SAMPLE_WIDTH)
+    assert described["batch_dim"] is None and described["samples"].shape == (1, SAMPLE_WIDTH)
     assert torch.equal(described["sketch"], sketch(random(32, 6)))
     assert describe_samples(random(12), 12)["samples"].shape == (12, SAMPLE_WIDTH)
     assert describe_samples(random(9, 4), 4)["samples"].shape == (4, SAMPLE_WIDTH)

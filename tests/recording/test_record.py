@@ -338,10 +338,10 @@ def test_buffers_before_training_are_recorded_under_the_names_of_those_after(ran
 def test_samples_are_found_in_keyword_arguments_and_in_the_second_dimension(ran):
     for step in steps_of(ran["keywords1"]):
         assert step["calls"][0].shape == (8, 8)
-        assert all(entry["per_sample"] and len(entry["samples"]) == 8 for entry in step["activations"])
+        assert all(entry["batch_dim"] == 0 and len(entry["samples"]) == 8 for entry in step["activations"])
     by_name = {entry["name"]: entry for entry in steps_of(ran["embeds1"])[0]["activations"]}
     assert by_name["parts.0"]["samples"].shape == by_name["parts.2"]["samples"].shape == (4, SAMPLE_WIDTH)
-    assert by_name["parts.1"]["per_sample"] is False  # of positions
+    assert by_name["parts.1"]["batch_dim"] is None  # of positions
 
 
 # ---------------------------------------------------------------- how it ends
