@@ -112,6 +112,10 @@ class Names:
         """Return the name of the parameter with this id."""
         return self._full(*self._parameters[key]) if key in self._parameters else self._others[key]
 
+    def knows(self, key: int) -> bool:
+        """Say whether a parameter with this id has a name."""
+        return key in self._parameters
+
     def parameters(self) -> list[torch.Tensor]:
         """Return all parameters of the models, also those that no optimizer has."""
         # Those that were found: FSDP puts others in their place while it has gathered them.
@@ -135,12 +139,12 @@ class Names:
             for name, buffer in module.named_buffers(recurse=False)
         }
 
-    def of_buffer(self, module: nn.Module, name: str) -> str | None:
-        """Return the name of a module's buffer, None if the module belongs to no model."""
+    def of_tensor(self, module: nn.Module, name: str) -> str | None:
+        """Return the name of a module's own buffer or parameter, None if the module belongs to no model."""
         if module not in self._modules:
             return None
         model, prefix = self._modules[module]
-        return self._full(model, f"{prefix}.{name}".lstrip("."))
+        return self._full(model, clean(f"{prefix}.{name}".lstrip(".")))
 
     def tied(self) -> dict[str, list[str]]:
         """Return the other names of parameters that have several."""
@@ -162,6 +166,10 @@ class Step:
         self.calls: list[tuple[nn.Module, torch.Tensor | None]] = []
         self.activations: list[tuple[nn.Module, int, int, dict]] = []
         self.losses: list[torch.Tensor] = []
+        self.labels: list[int] = []
+        self.held: list[int] = []
+        self.clips: list[dict] = []
+        self.ready: dict[tuple[nn.Module, str], int] = {}  # the parameter's place in its module, and its id
         self.gradients: dict[int, dict] = {}
         self.before: dict[int, dict] = {}
         self.parameters: dict[int, dict] = {}
@@ -187,6 +195,10 @@ class Step:
             "calls": [self.calls[i][1] for i in numbers],
             "activations": list(activations.values()),
             "losses": [_number(loss) for loss in self.losses],
+            "labels": self.labels,
+            "held": self.held,
+            "clips": self.clips,
+            "ready": self._ready(names),
             "gradients": {names.of_parameter(key): entry for key, entry in self.gradients.items()},
             "before": {names.of_parameter(key): entry for key, entry in self.before.items()},
             "parameters": {names.of_parameter(key): entry for key, entry in self.parameters.items()},
@@ -194,9 +206,17 @@ class Step:
             "optimizers": [_named_optimizer(names, optimizer) for optimizer in self.optimizers],
         }
 
+    def _ready(self, names: Names) -> list[str]:
+        # Names of parameters in the order in which their gradients were complete.
+        found = [
+            names.of_parameter(key) if names.knows(key) else names.of_tensor(*place)
+            for place, key in self.ready.items()
+        ]
+        return [name for name in dict.fromkeys(found) if name is not None]
+
 
 def _named_buffers(names: Names, buffers: dict) -> dict:
-    named = {names.of_buffer(*key): entry for key, entry in buffers.items()}
+    named = {names.of_tensor(*key): entry for key, entry in buffers.items()}
     return {name: entry for name, entry in named.items() if name is not None}
 
 

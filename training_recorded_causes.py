@@ -12,14 +12,21 @@ import torch
 
 from training_evidence import MAX_UNEXPLAINED, SAME_FACTOR, numbered
 from training_recorded_samples import activations_of, keys_of, matched_keys
-from training_recordings import CONVENTIONS, Recording, Whole, losses_of, rates_of, wholes
+from training_recordings import (
+    CONVENTIONS,
+    Recording,
+    Whole,
+    losses_of,
+    other_setting,
+    rates_of,
+    shown,
+    wholes,
+)
 from training_records import Finding
 from training_sketches import NOT_FINITE_KEY, fold
 from training_tolerance import factor
 
 LOSS_EPS = 64  # relative difference in eps of float32 up to which two losses are the same number
-# Settings of an optimizer that change how it computes, not what.
-HOW = {"names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay"}
 
 
 def activation_pair(
@@ -164,14 +171,12 @@ def other_settings(first: Finding, ranks: list[int], reference: Recording, actua
     where = f" on {numbered('rank', ranks)}" if len(ranks) < actual.world_size else ""
     if ours[0] != theirs[0]:
         return f"the optimizer of {name}{where} is {ours[0]}, the reference's {theirs[0]}"
-    for key in theirs[1]:
-        one, other = theirs[1][key], ours[1].get(key)
-        if key in HOW or one == other:
-            continue
-        word = "learning rate" if key == "lr" else key.replace("_", " ")
-        text = f"the {word} of {name}{where} is {shown(other)} in step {step}, the reference's {shown(one)}"
-        return text + (reason_for_rate(one, other, first, reference, actual) if key == "lr" else "")
-    return None
+    setting = other_setting(theirs, ours)
+    if setting is None:
+        return None
+    word, one, other = setting
+    text = f"the {word} of {name}{where} is {shown(other)} in step {step}, the reference's {shown(one)}"
+    return text + (reason_for_rate(one, other, first, reference, actual) if word == "learning rate" else "")
 
 
 def reason_for_rate(
@@ -188,11 +193,6 @@ def reason_for_rate(
         if step < first.step and settings.get("lr") == rate:
             return f": it is the reference's of step {step}, the scheduler is not advanced"
     return ""
-
-
-def shown(value: object) -> str:
-    """Return a setting as it is written in a message."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def other_type(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:

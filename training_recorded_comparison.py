@@ -19,8 +19,10 @@ from training_recordings import (
     Recording,
     choose_conventions,
     losses_of,
+    other_setting,
     put_together,
     rates_of,
+    shown,
     unit_of,
 )
 from training_records import LOSS, Finding, Key, ranges
@@ -272,12 +274,15 @@ def compare_gradients(
     drift: Drift,
     found: Divergence,
 ) -> None:
-    """Compare gradients from the last layer to the first. Those that are zero but for rounding pass."""
+    """Compare gradients as backward completed them. Those that are zero but for rounding pass."""
     ours, theirs = actual.tensors(step, "gradients"), reference.tensors(step, "gradients")
     expected = {name: copies[0] for name, copies in theirs.items()}
     floor = floor_of(expected)
     everyone = tuple(range(actual.world_size))
-    for name in reversed(list({**theirs, **ours})):
+    ready = (name for run in (reference, actual) for name in run.of_step(step)[0]["ready"])
+    for name in dict.fromkeys((*ready, *reversed(list({**theirs, **ours})))):
+        if name not in ours and name not in theirs:
+            continue
         key = ("gradients", name)
         if name not in ours or name not in theirs:
             run = "actual" if name not in ours else "reference"
@@ -305,6 +310,7 @@ def compare_parameters(
     ours, theirs = actual.tensors(step, "parameters"), reference.tensors(step, "parameters")
     start, gradients = reference.tensors(1, "before"), reference.tensors(step, "gradients")
     settings = rates_of(reference.of_step(step)[:1])
+    by_rank = settings_by_rank(actual, step)
     expected_gradients = {name: copies[0] for name, copies in gradients.items()}
     floor = floor_of(expected_gradients)
     for name in theirs:
@@ -321,11 +327,26 @@ def compare_parameters(
             eps = torch.finfo(whole.dtype).eps
             result = judge_whole(whole, expected, eps, more, norm_eps)
             found.add(step, ("parameters", name), whole.ranks, result)
+            for rank in whole.ranks if result.passed and name in settings else ():
+                if setting := other_setting(settings[name], by_rank[rank].get(name, settings[name])):
+                    word, one, other = setting
+                    text = f": its {word} is {shown(other)}, the reference's {shown(one)}"
+                    found.add(step, ("parameters", name), (rank,), mismatch(text))
             differences.append(distance(whole, expected))
             explained = NORM_EPS * (eps * expected.norm + unit * moved)
             if result.passed and differences[-1] > explained:
                 drift.explained[name] = optimizer
         drift.measured[name] = (max(differences, default=0.0), expected.norm, len(expected.shape))
+
+
+def settings_by_rank(recording: Recording, step: int) -> list[dict[str, tuple[str, dict]]]:
+    """Return rates_of for each rank; one object for ranks that have the same."""
+    records = recording.of_step(step)
+    first = rates_of(records[:1])
+    return [
+        first if record["optimizers"] == records[0]["optimizers"] else rates_of([record])
+        for record in records
+    ]
 
 
 def compare_kind(

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from training_common import InputError, print_line, write_then_rename
+from training_common import InputError, is_dtensor, print_line, write_then_rename
 from training_names import Names, Step
 from training_recordings import environment
 from training_sketches import describe, describe_samples, local_shard, sample_keys
@@ -60,6 +60,8 @@ class Recorder:
         self._closure: str | None = None  # of the open step: "waiting", "running" or "done"
         self._steps_seen = 0
         self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []  # losses, as scaled and as they were
+        self._labels = 0  # valid ones since the last backward, in calls of cross_entropy
+        self._watched: set[int] = set()  # ids of parameters whose gradients' order is seen
         self._install()
 
     def _install(self) -> None:
@@ -72,6 +74,9 @@ class Recorder:
         torch.amp.GradScaler.scale = self._recording_scale(torch.amp.GradScaler.scale)
         torch.amp.GradScaler.step = self._recording_scaler_step(torch.amp.GradScaler.step)
         nn.Module.compile = self._recording_compile(nn.Module.compile)
+        nn.functional.cross_entropy = self._recording_cross_entropy(nn.functional.cross_entropy)
+        clipping = torch.nn.utils.clip_grad  # clip_grad_norm_ calls this, and so do others
+        clipping._clip_grads_with_norm_ = self._recording_clip(clipping._clip_grads_with_norm_)
         for hook in (self._enter, self._leave, self._before_step, self._after_step):
             _never_compile(hook)
         # torch.compile says that hooks see the module that it puts around a model. They are to.
@@ -141,6 +146,7 @@ class Recorder:
         named, output = rest
         with self._aside():
             self._called.add(module)
+            self._watch(module)
             self._occurrences[module] += 1
             if self.args.activations != "none" and module not in self._unwanted:
                 tensor = _main_tensor(output)
@@ -151,6 +157,17 @@ class Recorder:
             if not self._stack:
                 keys = sample_keys([x for x in _tensors((inputs, named)) if x.dim()])
                 self._step.calls.append((module, keys))
+
+    def _watch(self, module: nn.Module) -> None:
+        # The parameters as autograd knows them: FSDP puts others in their place for a call.
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                keep = functools.partial(self._keep_ready, module, name)
+                parameter.register_post_accumulate_grad_hook(keep)
+
+    def _keep_ready(self, module: nn.Module, name: str, parameter: torch.Tensor) -> None:
+        self._step.ready.setdefault((module, name), id(parameter))
 
     def _recording_compile(self, compile: Callable) -> Callable:
         # A module that is compiled in place is called without hooks; inside a compiled one it has none.
@@ -187,6 +204,8 @@ class Recorder:
             seen = not (torch.compiler.is_compiling() or self._blind() or _in_backward())
             if seen and (not self._open or self._closure == "running"):
                 self._close_if_stepped()
+                if self._step.losses:
+                    self._step.held.append(self._count_gradients())
                 self._keep_losses(tensors if isinstance(tensors, list | tuple) else [tensors])
             return backward(tensors, *args, **kwargs)
 
@@ -197,6 +216,40 @@ class Recorder:
             if torch.is_tensor(tensor) and tensor.numel() == 1:
                 loss = next((loss for scaled, loss in self._scaled if scaled is tensor), tensor)
                 self._step.losses.append(loss.detach().clone())  # the script may change it in place
+                self._step.labels.append(self._labels)
+                self._labels = 0
+
+    def _count_gradients(self) -> int:
+        # How many parameters have a gradient, of an earlier backward of the step.
+        with self._aside():
+            gradients = [parameter.grad for parameter in self.names.parameters()]
+            return sum(bool(local_shard(gradient).any()) for gradient in gradients if gradient is not None)
+
+    def _recording_cross_entropy(self, cross_entropy: Callable) -> Callable:
+        @functools.wraps(cross_entropy)
+        def recorded(input, target, *args, **kwargs):
+            if not torch.compiler.is_compiling() and not self._blind_to_calls() and torch.is_grad_enabled():
+                with self._aside():
+                    ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
+                    labels = local_shard(target)
+                    whole = not labels.is_floating_point()  # otherwise they are probabilities of classes
+                    self._labels += int((labels != ignored).sum()) if whole else len(labels)
+            return cross_entropy(input, target, *args, **kwargs)
+
+        return recorded
+
+    def _recording_clip(self, clip: Callable) -> Callable:
+        @functools.wraps(clip)
+        def recorded(parameters, max_norm, total_norm, *args, **kwargs):
+            if not torch.compiler.is_compiling() and not self._blind():
+                # The norm of DTensors is one, and to know it would take a collective.
+                known = torch.is_tensor(total_norm) and not is_dtensor(total_norm)
+                norm = float(total_norm) if known else None
+                after = bool(self._step.stepped) and not self._open
+                self._step.clips.append({"max_norm": float(max_norm), "norm": norm, "after_step": after})
+            return clip(parameters, max_norm, total_norm, *args, **kwargs)
+
+        return recorded
 
     # ------------------------------------------------------------ the optimizer's step
 

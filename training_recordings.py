@@ -22,6 +22,10 @@ returns it:
                     ...
                 ],
                 "losses": [5.0350],                      # of each backward
+                "labels": [256],     # valid ones in calls of cross_entropy, before each backward
+                "held": [],          # how many parameters have a gradient, before each backward but the first
+                "clips": [{"max_norm": 1.0, "norm": 3.2, "after_step": False}],  # of clip_grad_norm_
+                "ready": ["head.weight", ...],           # as backward completed their gradients
                 "gradients": {"blocks.0.q.weight": {...}, ...},  # as the optimizer gets them
                 "before": {"blocks.0.q.weight": {...}, ...},     # parameters before the optimizer's step
                 "parameters": {"blocks.0.q.weight": {...}, ...}, # and after it
@@ -42,7 +46,7 @@ import socket
 import time
 from functools import cached_property, lru_cache
 from itertools import product
-from math import inf, isfinite
+from math import inf, isclose, isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,11 +57,14 @@ from training_common import InputError, is_stand_in, torch_neuronx_version
 from training_records import check_rank_files, read_file
 
 FORMAT = "parity-sketches-2"  # marks a rank file; raise the number when its layout changes
-KINDS = {"calls", "activations", "losses", "gradients", "before", "parameters", "buffers", "optimizers"}
+KINDS = {"calls", "activations", "losses", "labels", "held", "clips", "ready"}
+KINDS |= {"gradients", "before", "parameters", "buffers", "optimizers"}
 # How losses may be put together: over microbatches, then over replicas. "share": each rank scales its loss by
 # the number of replicas, because gradients are averaged.
 CONVENTIONS = tuple(product(("mean", "sum"), ("mean", "sum", "share")))
 UNUSUAL = ("mean", "sum", "share")  # the last one most
+# Settings of an optimizer that change how it computes, not what.
+HOW = {"names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay"}
 NEAR = 0.1  # relative difference of two losses that are likely meant to be the same
 ENVIRONMENT = re.compile(r"(OMP|MKL|CUDA|CUBLAS|NCCL|NEURON|TORCH|PYTORCH|GLOO)_")  # what is kept of it
 
@@ -283,6 +290,24 @@ def rates_of(records: list[dict]) -> dict[str, tuple[str, dict]]:
         for group in optimizer["groups"]
         for name in group["names"]
     }
+
+
+def other_setting(reference: tuple[str, dict], actual: tuple[str, dict]) -> tuple[str, object, object] | None:
+    """Return the first setting of an optimizer that differs: its name, the reference's value, the actual one.
+
+    Only settings that both have, and that change what is computed: not "foreach" or "fused".
+    """
+    for key, one in reference[1].items():
+        other = actual[1].get(key, one)
+        numbers = isinstance(one, int | float) and isinstance(other, int | float)
+        if key not in HOW and one != other and not (numbers and isclose(one, other, rel_tol=1e-6)):
+            return "learning rate" if key == "lr" else key.replace("_", " "), one, other
+    return None
+
+
+def shown(value: object) -> str:
+    """Return a setting as it is written in a message."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def losses_of(recording: Recording, step: int, convention: tuple[str, str]) -> float | None:
