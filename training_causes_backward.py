@@ -52,19 +52,36 @@ def not_reduced(evidence: Evidence) -> str | None:
     if pair is None or not gradients:
         return None
     actual, reference = pair
-    total = sum(gradients)
+    total, groups = sum(gradients), equal_groups(gradients)
+    if len(groups) == 1:
+        return None
     for operation, reduced in (("mean", total / len(gradients)), ("sum", total)):
         rest = evidence.unexplained(actual, actual + reference - reduced, reference)
         if rest <= MAX_UNEXPLAINED:
-            groups = equal_groups(gradients)
-            if len(groups) == 1:
-                return None
             why = "not reduced" if one_group_a_replica(evidence, groups) else "reduced over the wrong group"
             return (
                 f"{groups_in_words(evidence, groups)}, and their {operation} over all ranks is the "
                 f"reference{remainder_in_words(rest)}: {why}"
             )
-    return None
+    return not_reduced_over_tp(evidence, gradients, groups)
+
+
+def not_reduced_over_tp(
+    evidence: Evidence, gradients: list[torch.Tensor], groups: list[list[int]]
+) -> str | None:
+    """Return whether the tensor-parallel ranks of a replica have parts that were not summed."""
+    if sorted(groups) != sorted(ranks_by(evidence, "tp_rank")):
+        return None
+    actual, reference = evidence.pair()
+    total = sum(gradients[group[0]] for group in groups)
+    rest = evidence.unexplained(actual, actual + reference - total, reference)
+    if rest > MAX_UNEXPLAINED:
+        return None
+    replicas = " ".join("{" + ranges(replica) + "}" for replica in ranks_by(evidence, "dp_rank")[:8])
+    return (
+        f"{evidence.tensor_name} differ within the tensor-parallel groups {replicas}, and their sum over "
+        f"such a group is the reference{remainder_in_words(rest)}: not reduced over the tensor-parallel ranks"
+    )
 
 
 def not_reduced_and_scaled(evidence: Evidence) -> str | None:
@@ -122,10 +139,15 @@ def equal_groups(gradients: list[torch.Tensor]) -> list[list[int]]:
 
 def one_group_a_replica(evidence: Evidence, groups: list[list[int]]) -> bool:
     """Say whether the groups are the data-parallel replicas."""
-    replicas: dict[int, list[int]] = {}
+    return sorted(groups) == sorted(ranks_by(evidence, "dp_rank"))
+
+
+def ranks_by(evidence: Evidence, place: str) -> list[list[int]]:
+    """Return the ranks in groups that have the same place in the mesh, "dp_rank" or "tp_rank"."""
+    groups: dict[int, list[int]] = {}
     for rank, metadata in enumerate(evidence.metadata):
-        replicas.setdefault(metadata["dp_rank"], []).append(rank)
-    return sorted(groups) == sorted(replicas.values())
+        groups.setdefault(metadata[place], []).append(rank)
+    return list(groups.values())
 
 
 def groups_in_words(evidence: Evidence, groups: list[list[int]]) -> str:

@@ -209,6 +209,8 @@ def reduction_factors(evidence: Evidence) -> list[tuple[float, str]]:
             (1 / dp, f"divided by the {dp} data-parallel replicas once too often"),
             (1 / dp**2, f"divided by the {dp} data-parallel replicas twice too often"),
         ]
+        if evidence.kind == "gradients":  # with the loss right, which is looked at before
+            known.append((1 / dp, "a collective in the loss that passes no gradient, such as all_reduce"))
     if tp > 1:
         known += [
             (tp, f"summed over the {tp} tensor-parallel ranks once too often"),

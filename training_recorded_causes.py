@@ -145,8 +145,18 @@ def other_samples(first: Finding, ranks: list[int], reference: Recording, actual
         if other != step and (
             samples(reference, other) == got or (other < step and samples(actual, other) == got)
         ):
-            again = "again" if other < step else "too early"
-            return f"the samples of step {step} are those of step {other}, {again}"
+            if other > step:
+                return f"the samples of step {step} are those of step {other}, too early"
+            also = step + 1 < actual.steps + 1 and samples(actual, step + 1) in (
+                samples(reference, other + 1),
+                samples(actual, other + 1),
+            )
+            if also and other + 1 < step:
+                return (
+                    f"the samples of steps {step} and {step + 1} are those of steps {other} and {other + 1}, "
+                    "again: the epoch before in the same order, such as without set_epoch"
+                )
+            return f"the samples of step {step} are those of step {other}, again"
     keys = keys_of(actual, step)
     strangers = [
         rank for rank in actual.first_ranks if not any(key in expected for call in keys[rank] for key in call)
@@ -254,6 +264,100 @@ def other_start(first: Finding, ranks: list[int], reference: Recording, actual: 
         f"{who} start{'s' if everyone or len(different) == 1 else ''} from other values of {first.name} "
         f"(correlation {max(cosines, key=abs):.2f} with the expected, the same spread): {why}"
     )
+
+
+def not_initialized(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """Before training a tensor is of another size altogether, or differs on some ranks alone."""
+    kind = {"parameters": "before", "buffers": "buffers_before"}.get(first.kind)
+    if first.step or kind is None:
+        return None
+    ours = actual.tensors(1, kind)[first.name]
+    own = next(whole for whole in ours if ranks[0] in whole.ranks)
+    ratio = own.norm / max(reference.tensors(1, kind)[first.name][0].norm, 1e-300)
+    right = [rank for rank in range(actual.world_size) if rank not in ranks]
+    where = f", and right on {numbered('rank', right)}" if right else ""
+    if 1e-3 < ratio < 1e3:
+        few = right and first.kind == "buffers"
+        return (
+            few and f"{first.kind} {first.name} is wrong on {numbered('rank', ranks)}{where}: not broadcast"
+        )
+    return (
+        f"the norm of {first.kind} {first.name} on {numbered('rank', ranks)} is {ratio:.2g} times the "
+        f"reference's{where}: not initialized there, such as after to_empty()"
+    )
+
+
+def batch_statistics(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """A batch norm is in evaluation mode, or computes its statistics over other numbers of samples."""
+    counter = f"{first.name}.num_batches_tracked"
+    if first.kind != "activations" or f"{first.name}.running_mean" not in actual.tensors(1, "buffers"):
+        return None
+    grows = []
+    for run in (reference, actual):
+        before, after = (run.tensors(first.step, kind).get(counter) for kind in ("buffers_before", "buffers"))
+        grows.append(before and after and after[0].largest > before[0].largest)
+    if grows == [True, False]:
+        return (
+            f"{first.name} is in evaluation mode: it has not counted this step's batches, the reference has"
+        )
+    sizes = [len(run.of_step(first.step)[0]["calls"][0]) for run in (reference, actual)]
+    if sizes[0] == sizes[1]:
+        return None
+    return (
+        f"{first.name} is a batch norm, which normalizes by the samples of one call: {sizes[1]} here, "
+        f"{sizes[0]} in the reference. That is another computation. Compare with a run of as many ranks, or "
+        "one that calls the model with each rank's samples in turn"
+    )
+
+
+def clipping(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """Gradients are clipped in one run only, to another norm, after the step, or by the norm of a shard."""
+    if first.kind != "gradients":
+        return None
+    calls = [run.of_step(first.step)[0]["clips"] for run in (reference, actual)]
+    theirs, ours = (min((c["max_norm"] for c in of if not c["after_step"]), default=None) for of in calls)
+    if theirs == ours:
+        return None
+    gradients = actual.tensors(first.step, "gradients").values()
+    norm = sum(max(copy.norm for copy in copies) ** 2 for copies in gradients) ** 0.5
+    has = (
+        f"the gradients have a norm of {norm:.3g}, and the reference clips them to {theirs:.3g}"
+        if theirs
+        else ""
+    )
+    if theirs and any(call["after_step"] for call in calls[1]):
+        return f"{has}: here clip_grad_norm_ is called after the optimizer's step"
+    if theirs and ours:
+        return f"clip_grad_norm_ clips the gradients to {ours:.3g}, the reference's to {theirs:.3g}"
+    if ours:
+        return f"clip_grad_norm_ clips the gradients to {ours:.3g}, the reference's are not clipped"
+    if norm < 1.1 * theirs:
+        return None
+    shards = len(next(copies[0].ranks for name, copies in actual.tensors(first.step, "gradients").items()))
+    if shards > 1 and abs(norm / theirs / shards**0.5 - 1) < 0.1:
+        return (
+            f"{has}. The ratio, {norm / theirs:.3g}, is about the root of {shards}: each of the {shards} "
+            "ranks clips by the norm of its own shards"
+        )
+    return f"{has}: here clip_grad_norm_ is not called"
+
+
+def last_microbatch(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The gradients of earlier microbatches were gone when the last backward of a step began."""
+    if first.kind != "gradients":
+        return None
+    for step in range(2, actual.steps + 1):  # in the first one it is not known what is trained
+        held = [record["held"] for record in actual.of_step(step)]
+        expected = [record["held"] for record in reference.of_step(step)]
+        if not all(held) or any(of_rank[-1] for of_rank in held):
+            return None
+        if all(of_rank and of_rank[-1] for of_rank in expected):
+            return (
+                f"those of the last microbatch alone: when the last of {len(held[0]) + 1} backwards of step "
+                f"{step} began, no parameter had a gradient from those before; in the reference "
+                f"{expected[0][-1]} had one"
+            )
+    return None
 
 
 def shards_of(
@@ -391,26 +495,23 @@ def loss_factor(first: Finding, ranks: list[int], reference: Recording, actual: 
 
 
 def weighted_equally(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
-    """Ranks have different numbers of samples, and their means count the same."""
-    if first.kind != "losses":
-        return None
-    records, sizes, losses = actual.of_step(first.step), [], []
-    for rank in actual.first_ranks:
-        calls = [keys for keys in records[rank]["calls"] if keys is not None]
-        if len(calls) != len(records[rank]["losses"]):
-            return None
-        sizes += map(len, calls)
-        losses += records[rank]["losses"]
-    expected = losses_of(reference, first.step, CONVENTIONS[0])
-    if len(set(sizes)) < 2 or not expected:
-        return None
-    mean = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
-    if abs(mean / expected - 1) > LOSS_EPS * 2.0**-23:
-        return None
-    return (
-        f"ranks or microbatches have uneven numbers of samples, {min(sizes)} to {max(sizes)}, and their "
-        f"losses count the same: weighted by the samples the loss is {mean:.9g}, the reference's"
-    )
+    """Ranks or microbatches have different numbers of labels or samples, and their means count the same."""
+    expected = losses_of(reference, first.step, CONVENTIONS[0]) if first.kind == "losses" else None
+    records = [actual.of_step(first.step)[rank] for rank in actual.first_ranks]
+    losses = [loss for record in records for loss in record["losses"]]
+    labels = [count for record in records for count in record["labels"]]
+    samples = [len(keys) for record in records for keys in record["calls"] if keys is not None]
+    for what, sizes in (("valid labels", labels), ("samples", samples)):
+        if not expected or len(sizes) != len(losses) or len(set(sizes)) < 2 or not all(sizes):
+            continue
+        mean = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+        if abs(mean / expected - 1) <= LOSS_EPS * 2.0**-23:
+            listed = ", ".join(map(str, sizes[:4])) + (", ..." if len(sizes) > 4 else "")
+            return (
+                f"a mean of means: ranks or microbatches have {listed} of {sum(sizes)} {what}, and count the "
+                f"same; weighted by these the loss is {mean:.9g}, the reference's"
+            )
+    return None
 
 
 def other_loss(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:

@@ -33,6 +33,7 @@ KINDS = ("inputs", "activations", "losses", "gradients", "parameters", "buffers"
 # Optimizers whose update is proportional to the gradient. Any other may turn a gradient that is zero but
 # for rounding into a full step.
 LINEAR = ("SGD", "ASGD")
+UPDATED = "which each rank updates from its own samples, as a batch norm does"
 
 
 class Divergence:
@@ -161,11 +162,12 @@ def compare_activations(
 
 
 def say_skipped(found: Divergence) -> None:
-    """Note which activations were not compared, and why."""
+    """Note which activations and buffers were not compared, and why."""
     for reason, by_name in found.skipped.items():
         steps = sorted(set().union(*by_name.values()))
         when = f"step{'s' if len(steps) > 1 else ''} {ranges(steps)}"
-        found.note(f"activations not compared in {when}: {len(by_name)}, {reason} ({some_of(list(by_name))})")
+        what = "buffers" if reason == UPDATED else "activations"
+        found.note(f"{what} not compared in {when}: {len(by_name)}, {reason} ({some_of(list(by_name))})")
 
 
 def some_of(names: list[str]) -> str:
@@ -200,7 +202,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         losses.append(compare_losses(step, reference, actual, conventions, unit, norm_eps, found))
         compare_gradients(step, reference, actual, unit, norm_eps, drift, found)
         compare_parameters(step, reference, actual, unit, norm_eps, drift, found)
-        compare_kind(step, "buffers", reference, actual, unit, norm_eps, found)
+        compare_buffers(step, reference, actual, same_layout, unit, norm_eps, found)
     say_skipped(found)
     if drift.explained and not found.findings:
         optimizer = next(iter(drift.explained.values()))
@@ -349,21 +351,28 @@ def settings_by_rank(recording: Recording, step: int) -> list[dict[str, tuple[st
     ]
 
 
-def compare_kind(
+def compare_buffers(
     step: int,
-    kind: str,
     reference: Recording,
     actual: Recording,
+    same_layout: bool,
     unit: float,
     norm_eps: float,
     found: Divergence,
 ) -> None:
-    """Compare the tensors of a kind that both runs have."""
-    ours, theirs = actual.tensors(step, kind), reference.tensors(step, kind)
+    """Compare the buffers that both runs have. Those of a batch norm are of a rank's own samples."""
+    ours, theirs = actual.tensors(step, "buffers"), reference.tensors(step, "buffers")
+    before = reference.tensors(step, "buffers_before")
     for name in [name for name in theirs if name in ours]:
-        expected = theirs[name][0]
         for whole in ours[name]:
-            found.add(step, (kind, name), whole.ranks, judge_whole(whole, expected, unit, 0.0, norm_eps))
+            of_rank = [copy for copy in theirs[name] if copy.ranks == whole.ranks] if same_layout else []
+            expected = (of_rank or theirs[name])[0]
+            result = judge_whole(whole, expected, unit, 0.0, norm_eps)
+            changes = name in before and distance(expected, before[name][0]) > 0
+            if result.passed or same_layout or not changes:
+                found.add(step, ("buffers", name), whole.ranks, result)
+            else:
+                found.skipped[UPDATED][name].add(step)
 
 
 def worst_element(first: Finding, reference: Recording, actual: Recording) -> dict | None:

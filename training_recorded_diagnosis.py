@@ -27,6 +27,9 @@ RECORDED = [
     recorded.other_settings,
     recorded.shards,
     recorded.other_start,
+    recorded.not_initialized,
+    recorded.batch_statistics,
+    recorded.clipping,
     recorded.shards_scaled,
     recorded.narrow_values,
     recorded.sum_of_ranks,
@@ -86,6 +89,8 @@ def cause_of_recordings(
     for hypothesis in hypotheses:
         if cause := hypothesis(evidence):
             return cause
+    if reference and (cause := recorded.last_microbatch(first, ranks, reference, actual)):
+        return cause
     if first.step and len(ranks) < actual.world_size / 2 and first.kind != "activations":
         return recorded.few_ranks(first, ranks, actual)
     return None
