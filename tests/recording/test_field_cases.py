@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
     expected: PASS, or the step, kind and name of the first difference; a name of None is any.
     words: of the cause, or of a note where it passes; None if nothing need be said.
-    never: what no line of the cause may say.
+    never: what the cause may not say.
     """
 
     script: str
@@ -39,14 +39,15 @@ class Row(NamedTuple):
 
 ROUNDING = "zero but for rounding into full steps"
 LOSS = (1, "losses", "global loss")
+OWN_MEANS = r"mean of the ranks' means|28 and 4|0\.571.* 4\b"
 ROWS = [
-    # 01: rank 0 has 28 of 32 labels.
+    # 01: the ranks have 28 and 4 of 32 labels; their own means are worth 0.571 and 4 times as much.
     Row("token_mean", "right"),
     Row("token_mean", "right_c"),
     Row("token_mean", "right_d"),
-    Row("token_mean", "wrong", LOSS, "each rank's own tokens|28 and 4"),
-    Row("token_mean", "wrong_d", LOSS, "each rank's own tokens|28 and 4"),
-    # 02: the rates of steps 1 to 4 are 0.1, 0.1, 0.05, 0.05, and with the warm-up 0.0125, 0.025, 0.0375, 0.05.
+    Row("token_mean", "wrong", LOSS, OWN_MEANS),
+    Row("token_mean", "wrong_d", LOSS, OWN_MEANS),
+    # 02: the rates are 0.1, 0.1, 0.05, 0.05, and with the warm-up 0.0125, 0.025, 0.0375, 0.05.
     Row("scheduler", "right"),
     Row("scheduler", "right_warmup", reference="right_warmup"),
     Row("scheduler", "wrong", (2, "parameters", None), r"0\.05 .*0\.1\b.*the reference's of step 3"),
@@ -67,9 +68,9 @@ ROWS = [
     Row("adam", "sep", PASS, ROUNDING, reference="sep"),
     Row("adam", "sep_sgd", reference="sep_sgd"),
     Row("adam", "sep_ulp", PASS, ROUNDING, reference="sep", of=2),
-    Row("adam", "llama", PASS, ROUNDING, reference="llama"),
+    Row("adam", "llama", reference="llama"),
     Row("adam", "llama_sgd", reference="llama_sgd"),
-    Row("adam", "llama_ulp", PASS, ROUNDING, reference="llama", of=2),
+    Row("adam", "llama_ulp", reference="llama", of=2),
     # 05: two batches an epoch.
     Row("set_epoch", "right", PASS, "round robin"),
     Row("set_epoch", "right_slow", PASS, "round robin", reference="right_slow"),
@@ -87,7 +88,7 @@ ROWS = [
         "wrong",
         (1, "gradients", "gate.weight"),
         "(?i)sum.*(tensor-parallel|tp)",
-        "divided",
+        "once too often",
         ranks=4,
     ),
     # 11: the loss is right, and the gradients are half as large.
@@ -126,8 +127,8 @@ ROWS = [
     # A: one rank is no reference, unless it takes the slices in turn.
     Row("batchnorm", "right", (1, "activations", "1"), "(?i)batch ?norm.*each rank's own samples"),
     Row("batchnorm", "ghost", reference="ghost"),
-    Row("batchnorm", "wrong", (2, "buffers", "1.running_mean"), of=2),
-    Row("batchnorm", "ckpt", (1, "buffers", "1.running_mean"), of=2),
+    Row("batchnorm", "wrong", (2, "buffers", "1.running_mean"), never="own samples", of=2),
+    Row("batchnorm", "ckpt", (1, "buffers", "1.running_mean"), never="own samples", of=2),
     Row("batchnorm", "eval", (1, "activations", "1"), never="own samples", of=2),
     Row("batchnorm", "sgd_ulp", of=2),
     Row("batchnorm", "adam_ulp", PASS, ROUNDING, reference="adam", of=2),
@@ -135,14 +136,13 @@ ROWS = [
     Row("no_sync", "right"),
     Row("no_sync", "right_microfirst"),
     Row("no_sync", "wrong", (1, "gradients", "2.bias"), "not reduced"),
-    # C: the rate of step 1 is 0.0003, the norm of its gradient above 0.5.
+    # C: by the norm of which shard a gradient was scaled, only a reference with the same shards tells.
     Row("adamw_clip", "right"),
     Row("adamw_clip", "right_wide", reference="right_wide"),
-    Row("adamw_clip", "wrong", (1, "gradients", "3.bias"), "norm of the local shard"),
-    Row("adamw_clip", "wrong_clip_after", (1, "gradients", "3.bias"), r"\d\.\d+x the reference"),
-    Row(
-        "adamw_clip", "wrong_decay", (1, "parameters", None), r"weight decay of .* is 0\.1 .*reference's 0\b"
-    ),
+    Row("adamw_clip", "wrong", (1, "gradients", "3.bias"), never="SGD|decay"),
+    Row("adamw_clip", "wrong", (1, "gradients", "3.bias"), "norm of the local shard", of=2),
+    Row("adamw_clip", "wrong_clip_after", (1, "gradients", "3.bias"), never="SGD|decay"),
+    Row("adamw_clip", "wrong_decay", (1, "parameters", None), r"weight decay of .* 0\.1 .*reference's 0\b"),
     Row("adamw_clip", "wrong_l2", (1, "parameters", None), "is Adam, the reference's AdamW"),
     # D: computing each sample twice changes nothing.
     Row("hsdp", "right", ranks=4),
@@ -178,12 +178,12 @@ ROWS = [
     # H: in step 1 both ranks have as many tokens.
     Row("tied_padded", "right", PASS, ROUNDING),
     Row("tied_padded", "right_sgd", reference="right_sgd"),
-    Row("tied_padded", "wrong", (2, "losses", "global loss"), "each rank's own tokens|labels"),
+    Row("tied_padded", "wrong", (2, "losses", "global loss"), "own tokens|means"),
     Row(
         "tied_padded",
         "wrong_sgd",
         (2, "losses", "global loss"),
-        "each rank's own tokens|labels",
+        "own tokens|means",
         reference="right_sgd",
     ),
     # J, P and Q
