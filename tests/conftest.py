@@ -38,6 +38,7 @@ LONG = (
     "test_training.py",
     "test_makefile.py",
     "test_recordings.py",
+    "test_field_cases.py",
 )
 
 
