@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils.parametrize import register_parametrization
 
 from training_recorder import Recorder
 
@@ -75,6 +77,37 @@ class Transformer(nn.Module):
         return self.head(self.norm(x) * self.scale)
 
 
+class Gathered(nn.Module):
+    """SimpleFSDP: a parameter on (dp, tp) as dp's ranks have it together; backward averages over dp."""
+
+    def __init__(self, in_tp: bool):
+        super().__init__()
+        self.in_tp = in_tp  # otherwise the parameter is whole on each rank of tp, and no DTensor
+
+    def forward(self, parameter: DTensor) -> torch.Tensor:
+        mesh, (_, of_tp) = parameter.device_mesh, parameter.placements
+        whole = parameter.redistribute(placements=[Replicate(), of_tp])
+        whole = whole.to_local(grad_placements=[Partial("avg"), of_tp])
+        return DTensor.from_local(whole, mesh["tp"], [of_tp]) if self.in_tp else whole
+
+
+def shard_and_gather(model: nn.Module, mesh) -> None:
+    """Shard every parameter over dp beside tp. It is gathered where a module uses it."""
+    sharded = {}  # a tied parameter once
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            in_tp = isinstance(parameter, DTensor)
+            of_tp = parameter.placements[0] if in_tp else Replicate()
+            # The other dimension of a matrix; of a vector that tp has cut, dp has copies.
+            of_dp = Shard(1 if of_tp == Shard(0) else 0) if parameter.dim() > 1 else Replicate()
+            if id(parameter) not in sharded:
+                whole = parameter.full_tensor() if in_tp else parameter
+                whole = distribute_tensor(whole.detach(), mesh, [of_dp, of_tp], src_data_rank=None)
+                sharded[id(parameter)] = nn.Parameter(whole)
+            setattr(module, name, sharded[id(parameter)])
+            register_parametrization(module, name, Gathered(in_tp), unsafe=True)
+
+
 def parallelize(model: nn.Module, plan: str) -> tuple[nn.Module, int, int]:
     """Return the model in this plan, the number of data-parallel replicas, and which this rank is of."""
     replicas, replica = WORLD, RANK
@@ -87,7 +120,7 @@ def parallelize(model: nn.Module, plan: str) -> tuple[nn.Module, int, int]:
         shape = (1, WORLD) if plan == "fsdp" else (2, WORLD // 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         mesh = mesh["shard"] if plan == "fsdp" else mesh
-    if plan in ("tp", "tpfsdp"):
+    if plan in ("tp", "tpfsdp", "simplefsdp"):
         shape = (1, WORLD) if plan == "tp" else (WORLD // 2, 2)
         of_tp = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         ways = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
@@ -97,6 +130,8 @@ def parallelize(model: nn.Module, plan: str) -> tuple[nn.Module, int, int]:
             )
         replicas, replica = of_tp["dp"].size(), of_tp["dp"].get_local_rank()
         mesh = of_tp["dp"] if plan == "tpfsdp" else None
+        if plan == "simplefsdp":
+            shard_and_gather(model, of_tp)
     if mesh is not None:
         for part in (*model.blocks, model):
             fully_shard(part, mesh=mesh)
