@@ -58,7 +58,13 @@ def not_reduced(evidence: Evidence) -> str | None:
     for operation, reduced in (("mean", total / len(gradients)), ("sum", total)):
         rest = evidence.unexplained(actual, actual + reference - reduced, reference)
         if rest <= MAX_UNEXPLAINED:
-            why = "not reduced" if one_group_a_replica(evidence, groups) else "reduced over the wrong group"
+            why = "reduced over the wrong group"
+            if one_group_a_replica(evidence, groups):
+                why = "not reduced"
+                if all(differs_between_replicas(evidence, name) for name in evidence.names("gradients")):
+                    why = (
+                        "no gradient is reduced; was the wrapper's forward bypassed, or is there no wrapper?"
+                    )
             return (
                 f"{groups_in_words(evidence, groups)}, and their {operation} over all ranks is the "
                 f"reference{remainder_in_words(rest)}: {why}"
@@ -140,6 +146,14 @@ def equal_groups(gradients: list[torch.Tensor]) -> list[list[int]]:
 def one_group_a_replica(evidence: Evidence, groups: list[list[int]]) -> bool:
     """Say whether the groups are the data-parallel replicas."""
     return sorted(groups) == sorted(ranks_by(evidence, "dp_rank"))
+
+
+def differs_between_replicas(evidence: Evidence, name: str) -> bool:
+    """Say whether the first two replicas have gradients of their own."""
+    one, other = (evidence.actual_tensor(group[0], name=name) for group in ranks_by(evidence, "dp_rank")[:2])
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return (one - other).norm().item() > SAME_GRADIENT * one.norm().item() or not one.any()
 
 
 def ranks_by(evidence: Evidence, place: str) -> list[list[int]]:

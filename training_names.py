@@ -157,6 +157,18 @@ class Names:
                         found.setdefault(first, []).append(name)
         return found
 
+    def reduced_in(self) -> dict[str, str]:
+        """Return the type in which FSDP2 reduces the gradient of each parameter that it shards."""
+        found = {}
+        for module in (module for model in self.models for module in model.modules()):
+            state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+            for group in getattr(state, "_fsdp_param_groups", ()):
+                for part in group.fsdp_params:
+                    dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or part.orig_dtype
+                    if self.knows(id(part.sharded_param)):
+                        found[self.of_parameter(id(part.sharded_param))] = str(dtype).removeprefix("torch.")
+        return found
+
 
 class Step:
     """What is recorded of one step. Parameters are known by their id, modules and buffers by the module."""
@@ -185,7 +197,9 @@ class Step:
         activations = {}
         for module, call, occurrence, described in self.activations:
             name = names.of_module(module)
-            if name is not None and call in number and fnmatch.fnmatchcase(name, wanted):
+            if name is None or ".parametrizations." in f".{name}":  # such as SimpleFSDP's gathers
+                continue
+            if call in number and fnmatch.fnmatchcase(name, wanted):
                 # A wrapper has the name of what it wraps, and ends after it.
                 key = (name, number[call], occurrence)
                 entry = {"name": name, "call": number[call], "occurrence": occurrence, **described}

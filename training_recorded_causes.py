@@ -333,13 +333,24 @@ def clipping(first: Finding, ranks: list[int], reference: Recording, actual: Rec
         return f"clip_grad_norm_ clips the gradients to {ours:.3g}, the reference's are not clipped"
     if norm < 1.1 * theirs:
         return None
-    shards = len(next(copies[0].ranks for name, copies in actual.tensors(first.step, "gradients").items()))
-    if shards > 1 and abs(norm / theirs / shards**0.5 - 1) < 0.1:
-        return (
-            f"{has}. The ratio, {norm / theirs:.3g}, is about the root of {shards}: each of the {shards} "
-            "ranks clips by the norm of its own shards"
+    text = f"{has}: here clip_grad_norm_ is not called"
+    shards = len(next(iter(gradients))[0].ranks)
+    if shards > 1 and abs(norm / theirs / shards**0.5 - 1) < 0.15:
+        text += (
+            f", or each of {shards} ranks clips by the norm of its own shards (times the root of {shards})"
         )
-    return f"{has}: here clip_grad_norm_ is not called"
+    return text
+
+
+def reduced_in(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """FSDP2 reduces the gradient in another type."""
+    one, other = (run.metadata["reduced_in"].get(first.name) for run in (reference, actual))
+    if first.kind != "gradients" or None in (one, other) or one == other:
+        return None
+    return (
+        f"gradients {first.name} are reduced in {other}, the reference's in {one}: MixedPrecisionPolicy has "
+        "another reduce_dtype"
+    )
 
 
 def last_microbatch(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
@@ -524,7 +535,7 @@ def other_loss(first: Finding, ranks: list[int], reference: Recording, actual: R
     one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
     return (
         f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or "
-        "the loss function is another, or its mean is over something else (each rank's own tokens, not all)"
+        "the loss function is another, or scaled, or its mean is over something else (each rank's own tokens, not all)"
     )
 
 

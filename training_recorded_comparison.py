@@ -13,7 +13,15 @@ from training_common import InputError
 from training_comparison import Outcome, in_causal_order
 from training_recorded_checks import check_recording
 from training_recorded_samples import Rows, activations_of, judge_rows, matched_keys, rows_of_modules
-from training_recorded_tolerance import Drift, adaptive_allowance, distance, floor_of, judge, judge_whole
+from training_recorded_tolerance import (
+    Drift,
+    adaptive_allowance,
+    bound_of,
+    distance,
+    floor_of,
+    judge,
+    judge_whole,
+)
 from training_recordings import (
     CONVENTIONS,
     Recording,
@@ -133,7 +141,7 @@ def compare_activations(
     same_layout: bool,
     drift: Drift,
     unit: float,
-    norm_eps: float,
+    norm_eps: float | None,
     found: Divergence,
 ) -> None:
     """Compare the activations of modules that both runs have, sample by sample.
@@ -185,13 +193,12 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         losses = [{"actual": losses_of(actual, step, CONVENTIONS[0])} for step in range(1, actual.steps + 1)]
         return Outcome(None, [check], [], losses, in_causal_order(check.findings, {}))
     check_same_model(reference, actual)
-    norm_eps = NORM_EPS if tolerance.norm_eps is None else tolerance.norm_eps
-    unit = unit_of(reference, actual)
+    norm_eps, unit = tolerance.norm_eps, unit_of(reference, actual)
     found, drift, losses = Divergence(actual.world_size, actual.steps), Drift(), []
     checks = [check_recording("actual", actual, unit), check_recording("reference", reference, unit)]
     same_layout = reference.replicas == actual.replicas
     compare_start(reference, actual, found)
-    conventions = choose_conventions(reference, actual, norm_eps * max(unit, 2.0**-23))
+    conventions = choose_conventions(reference, actual, loss_bound(unit, norm_eps))
     say_conventions(conventions, found)
     for step in range(1, actual.steps + 1):
         *keys, eps = matched_keys(reference, actual, step)
@@ -202,7 +209,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         losses.append(compare_losses(step, reference, actual, conventions, unit, norm_eps, found))
         compare_gradients(step, reference, actual, unit, norm_eps, drift, found)
         compare_parameters(step, reference, actual, unit, norm_eps, drift, found)
-        compare_buffers(step, reference, actual, same_layout, unit, norm_eps, found)
+        compare_buffers(step, reference, actual, same_layout, unit, norm_eps, drift, found)
     say_skipped(found)
     if drift.explained and not found.findings:
         optimizer = next(iter(drift.explained.values()))
@@ -240,7 +247,7 @@ def compare_losses(
     actual: Recording,
     conventions: tuple,
     unit: float,
-    norm_eps: float,
+    norm_eps: float | None,
     found: Divergence,
 ) -> dict:
     """Compare the loss of a step; return both."""
@@ -248,13 +255,20 @@ def compare_losses(
     ranks = tuple(range(actual.world_size))
     if one is not None and other is not None:
         if isfinite(one) and isfinite(other):
-            result = judge(abs(other - one), abs(one), max(unit, 2.0**-23), 0.0, norm_eps)
+            eps = max(unit, 2.0**-23)
+            result = judge(abs(other - one), abs(one), eps, 0.0, loss_bound(unit, norm_eps) / eps)
             if not result.passed:
                 result = result._replace(message=f": reference {one:.9g}, actual {other:.9g}{result.message}")
         else:
             result = mismatch(f": reference {one:.9g}, actual {other:.9g}: not finite")
         found.add(step, LOSS, ranks, result)
     return {"reference": one, "actual": other}
+
+
+def loss_bound(unit: float, norm_eps: float | None) -> float:
+    """Return the relative difference up to which two losses agree; they are at best of float32."""
+    eps = max(unit, 2.0**-23)
+    return bound_of(eps, 0, norm_eps) * eps
 
 
 def say_conventions(conventions: tuple, found: Divergence) -> None:
@@ -272,7 +286,7 @@ def compare_gradients(
     reference: Recording,
     actual: Recording,
     unit: float,
-    norm_eps: float,
+    norm_eps: float | None,
     drift: Drift,
     found: Divergence,
 ) -> None:
@@ -296,7 +310,11 @@ def compare_gradients(
                 found.add(step, key, whole.ranks, Result(True, message=text))
             else:
                 more = drift.of_all(expected[name].norm, unit)
-                found.add(step, key, whole.ranks, judge_whole(whole, expected[name], unit, more, norm_eps))
+                result = judge_whole(whole, expected[name], unit, more, norm_eps)
+                types = [run.metadata["reduced_in"].get(name) for run in (reference, actual)]
+                if result.passed and None not in types and types[0] != types[1]:
+                    result = mismatch(f": reduced in {types[1]}, the reference's in {types[0]}")
+                found.add(step, key, whole.ranks, result)
 
 
 def compare_parameters(
@@ -304,7 +322,7 @@ def compare_parameters(
     reference: Recording,
     actual: Recording,
     unit: float,
-    norm_eps: float,
+    norm_eps: float | None,
     drift: Drift,
     found: Divergence,
 ) -> None:
@@ -323,7 +341,8 @@ def compare_parameters(
             gradient = expected_gradients[name]
             (drift.silent.add if gradient.largest <= floor else drift.silent.discard)(name)
             drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor)
-        more = NORM_EPS * unit * moved + drift.allowed[name]
+        bound = bound_of(unit, len(expected.shape), None)
+        more = bound * unit * moved + drift.allowed[name]
         differences = []
         for whole in ours.get(name, []):
             eps = torch.finfo(whole.dtype).eps
@@ -335,7 +354,7 @@ def compare_parameters(
                     text = f": its {word} is {shown(other)}, the reference's {shown(one)}"
                     found.add(step, ("parameters", name), (rank,), mismatch(text))
             differences.append(distance(whole, expected))
-            explained = NORM_EPS * (eps * expected.norm + unit * moved)
+            explained = NORM_EPS * eps * expected.norm + bound * unit * moved
             if result.passed and differences[-1] > explained:
                 drift.explained[name] = optimizer
         drift.measured[name] = (max(differences, default=0.0), expected.norm, len(expected.shape))
@@ -357,7 +376,8 @@ def compare_buffers(
     actual: Recording,
     same_layout: bool,
     unit: float,
-    norm_eps: float,
+    norm_eps: float | None,
+    drift: Drift,
     found: Divergence,
 ) -> None:
     """Compare the buffers that both runs have. Those of a batch norm are of a rank's own samples."""
@@ -367,8 +387,9 @@ def compare_buffers(
         for whole in ours[name]:
             of_rank = [copy for copy in theirs[name] if copy.ranks == whole.ranks] if same_layout else []
             expected = (of_rank or theirs[name])[0]
-            result = judge_whole(whole, expected, unit, 0.0, norm_eps)
             changes = name in before and distance(expected, before[name][0]) > 0
+            more = drift.of_buffer(expected.norm, unit) if changes else 0.0
+            result = judge_whole(whole, expected, unit, more, norm_eps)
             if result.passed or same_layout or not changes:
                 found.add(step, ("buffers", name), whole.ranks, result)
             else:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from training_recorded_tolerance import Drift, judge
+from training_recorded_tolerance import Drift, bound_of, judge
 from training_recordings import Recording, shard_group
 from training_records import Key
 from training_sketches import fold
@@ -133,7 +133,13 @@ def rows_of_modules(reference: Recording, actual: Recording, step: int) -> dict[
 
 
 def judge_rows(
-    rows: list[Rows], references: list[Rows], kind: str, name: str, drift: Drift, unit: float, norm_eps: float
+    rows: list[Rows],
+    references: list[Rows],
+    kind: str,
+    name: str,
+    drift: Drift,
+    unit: float,
+    norm_eps: float | None,
 ) -> Result | str:
     """Judge an activation of one rank, of all its calls; why it cannot be, if there is nothing to compare.
 
@@ -156,7 +162,8 @@ def judge_rows(
     def judged(one: torch.Tensor, expected: torch.Tensor, shape: tuple[int, ...]) -> Result:
         norm = expected.norm().item()
         more = drift.of_activation(name, shape, norm) + drift.of_all(norm, eps)
-        return judge((one - expected).norm().item(), norm, eps, more, norm_eps)
+        bound = bound_of(eps, len(shape), norm_eps)
+        return judge((one - expected).norm().item(), norm, eps, more, bound)
 
     if first.shape == other.shape and first.whole is not None and other.whole is not None:
         result = judged(first.whole, other.whole, first.shape)

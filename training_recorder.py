@@ -54,6 +54,7 @@ class Recorder:
         self._unwanted: set[nn.Module] = set()  # known not to match --activations
         self._stack: list[nn.Module] = []  # calls of modules that have not returned
         self._training = False  # whether the outermost of them was called with gradients enabled
+        self._continued = False  # whether it goes on with what the model computed in its last call
         self._open: list[torch.optim.Optimizer] = []  # steps that have not returned: a container steps others
         self._step_frame: FrameType | None = None  # in which torch calls the outermost of them
         self._inner = 0  # calls of the same optimizer's step inside its own
@@ -129,11 +130,21 @@ class Recorder:
                 if named is None:  # hooks get no keyword arguments; the frame that calls this one has them
                     named = sys._getframe(1).f_locals.get("kwargs", {})
                 first = next((x for x in _tensors((inputs, named)) if x.dim()), None)
-                self._batch = None if first is None else len(local_shard(first))
-                self._occurrences = defaultdict(int)
+                self._continued = self._continues(module, first)
+                if not self._continued:
+                    self._batch = None if first is None else len(local_shard(first))
+                    self._occurrences = defaultdict(int)
                 if not self.steps and not any(module is called for called, _ in self._step.calls):
                     self._keep_start(module)
         self._stack.append(module)
+
+    def _continues(self, module: nn.Module, first: torch.Tensor | None) -> bool:
+        # A part of the model that is called by itself, with what the model has computed: a head, in a loss
+        # that takes the sequence in chunks.
+        if first is None or not first.requires_grad or not self._step.calls:
+            return False
+        last = self._step.calls[-1][0]
+        return module is not last and any(part is module for part in last.modules())
 
     def _leave(self, module: nn.Module, inputs: tuple, *rest: object) -> None:
         # rest: keyword arguments and the output; of a call that has raised something, only None.
@@ -152,9 +163,10 @@ class Recorder:
                 tensor = _main_tensor(output)
                 described = None if tensor is None else describe_samples(tensor, self._batch)
                 if described is not None:
-                    entry = (module, len(self._step.calls), self._occurrences[module], described)
+                    call = len(self._step.calls) - self._continued
+                    entry = (module, call, self._occurrences[module], described)
                     self._step.activations.append(entry)
-            if not self._stack:
+            if not self._stack and not self._continued:
                 keys = sample_keys([x for x in _tensors((inputs, named)) if x.dim()])
                 self._step.calls.append((module, keys))
 
@@ -410,7 +422,8 @@ class Recorder:
     def _save(self) -> int:
         command = [self.args.script, *self.args.arguments]
         steps = [step.named(self.names, self.args.activations) for step in self.steps]
-        metadata = environment(command, self.names.device(), self.names.tied(), steps)
+        metadata = environment(command, self.names.device(), steps)
+        metadata |= {"tied": self.names.tied(), "reduced_in": self.names.reduced_in()}
         rank, world_size = metadata["rank"], metadata["world_size"]
         path = self.args.output_dir / f"rank-{rank}.pt"
         # A launcher ends the ranks that wait for one that has failed: there is no file yet.

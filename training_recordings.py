@@ -11,6 +11,7 @@ returns it:
             "device": "cpu", "backend": "gloo",
             "torch_version": "2.14.1", "torch_neuronx_version": None, "host": "...", "environment": {...},
             "tied": {"tok.weight": ["head.weight"]},     # a parameter's other names
+            "reduced_in": {"tok.weight": "bfloat16"},    # the type in which FSDP2 reduces its gradient
             "saved_at": 1764486000.0,                    # seconds since 1970
         },
         "steps": [                                       # one for each optimizer step
@@ -69,8 +70,8 @@ NEAR = 0.1  # relative difference of two losses that are likely meant to be the 
 ENVIRONMENT = re.compile(r"(OMP|MKL|CUDA|CUBLAS|NCCL|NEURON|TORCH|PYTORCH|GLOO)_")  # what is kept of it
 
 
-def environment(command: list[str], device: str, tied: dict[str, list[str]], steps: list[dict]) -> dict:
-    """Return the metadata of a rank file."""
+def environment(command: list[str], device: str, steps: list[dict]) -> dict:
+    """Return the metadata of a rank file, all but what the model tells."""
     version = torch_neuronx_version()
     started = dist.is_available() and dist.is_initialized()
     return {
@@ -85,7 +86,6 @@ def environment(command: list[str], device: str, tied: dict[str, list[str]], ste
         "torch_neuronx_version": version,
         "host": socket.gethostname(),
         "environment": {key: value for key, value in os.environ.items() if ENVIRONMENT.match(key)},
-        "tied": tied,
         "saved_at": time.time(),
     }
 

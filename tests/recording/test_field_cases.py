@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 ROUNDING = "zero but for rounding into full steps"
 LOSS = (1, "losses", "global loss")
-OWN_MEANS = r"mean of the ranks' means|28 and 4|0\.571.* 4\b"
+OWN_MEANS = r"a mean of means: .* 28, 4 of 32 valid labels"
 ROWS = [
     # 01: the ranks have 28 and 4 of 32 labels; their own means are worth 0.571 and 4 times as much.
     Row("token_mean", "right"),
@@ -60,7 +60,7 @@ ROWS = [
     ),
     # 03: every parameter is concerned.
     Row("module_bypass", "right"),
-    Row("module_bypass", "wrong", (1, "gradients", "head.bias"), "not reduced.*wrapper's forward"),
+    Row("module_bypass", "wrong", (1, "gradients", "head.bias"), "was the wrapper's forward bypassed"),
     # 04: all are right; those off by one rounding are compared with as many ranks.
     Row("adam", "right", PASS, ROUNDING),
     Row("adam", "right_sgd", reference="right_sgd"),
@@ -74,8 +74,14 @@ ROWS = [
     # 05: two batches an epoch.
     Row("set_epoch", "right", PASS, "round robin"),
     Row("set_epoch", "right_slow", PASS, "round robin", reference="right_slow"),
-    Row("set_epoch", "wrong", (3, "inputs", "samples"), "steps 1 and 2.* again"),
-    Row("set_epoch", "wrong_slow", (3, "inputs", "samples"), "steps 1 and 2.* again", reference="right_slow"),
+    Row("set_epoch", "wrong", (3, "inputs", "samples"), "those of steps 1 and 2, again: the epoch before"),
+    Row(
+        "set_epoch",
+        "wrong_slow",
+        (3, "inputs", "samples"),
+        "those of steps 1 and 2, again: the epoch before",
+        reference="right_slow",
+    ),
     # 06 and 07
     Row("untied", "right"),
     Row("untied", "wrong", (0, "parameters", None), "tied in the reference, separate here"),
@@ -125,13 +131,18 @@ ROWS = [
     Row("tp_cross_entropy", "wrong", LOSS),
     Row("tp_cross_entropy", "wrong_backward", (1, "gradients", "head")),
     # A: one rank is no reference, unless it takes the slices in turn.
-    Row("batchnorm", "right", (1, "activations", "1"), "(?i)batch ?norm.*each rank's own samples"),
+    Row(
+        "batchnorm",
+        "right",
+        (1, "activations", "1"),
+        "is a batch norm, which normalizes by the samples of one call: 16 here, 32 in the",
+    ),
     Row("batchnorm", "ghost", reference="ghost"),
     Row("batchnorm", "wrong", (2, "buffers", "1.running_mean"), never="own samples", of=2),
     Row("batchnorm", "ckpt", (1, "buffers", "1.running_mean"), never="own samples", of=2),
     Row("batchnorm", "eval", (1, "activations", "1"), never="own samples", of=2),
     Row("batchnorm", "sgd_ulp", of=2),
-    Row("batchnorm", "adam_ulp", PASS, ROUNDING, reference="adam", of=2),
+    Row("batchnorm", "adam_ulp", reference="adam", of=2),
     # B
     Row("no_sync", "right"),
     Row("no_sync", "right_microfirst"),
@@ -139,9 +150,9 @@ ROWS = [
     # C: by the norm of which shard a gradient was scaled, only a reference with the same shards tells.
     Row("adamw_clip", "right"),
     Row("adamw_clip", "right_wide", reference="right_wide"),
-    Row("adamw_clip", "wrong", (1, "gradients", "3.bias"), never="SGD|decay"),
+    Row("adamw_clip", "wrong", (1, "gradients", "3.bias"), "clips by the norm of its own shards"),
     Row("adamw_clip", "wrong", (1, "gradients", "3.bias"), "norm of the local shard", of=2),
-    Row("adamw_clip", "wrong_clip_after", (1, "gradients", "3.bias"), never="SGD|decay"),
+    Row("adamw_clip", "wrong_clip_after", (1, "gradients", "3.bias"), "called after the optimizer's step"),
     Row("adamw_clip", "wrong_decay", (1, "parameters", None), r"weight decay of .* 0\.1 .*reference's 0\b"),
     Row("adamw_clip", "wrong_l2", (1, "parameters", None), "is Adam, the reference's AdamW"),
     # D: computing each sample twice changes nothing.
@@ -157,7 +168,7 @@ ROWS = [
         row._replace(of=ranks)
         for ranks in (1, 2)
         for row in (
-            Row("mixed", "wrong", (1, "gradients", "3.bias"), r"1\.1(0\d*)?x the reference"),
+            Row("mixed", "wrong", LOSS, r"the loss is 1\.1 times the reference's"),
             Row("mixed", "wrong_lr", (1, "parameters", None), r"learning rate of .* 0\.105 .*0\.1\b"),
             Row("mixed", "wrong_sum", (1, "gradients", "3.bias"), "summed over the 2 data-parallel replicas"),
             Row("mixed", "wrong_reduce", (1, "gradients", None), "reduced in bfloat16"),
@@ -165,9 +176,9 @@ ROWS = [
     ),
     # F and S: ranks have other numbers of samples.
     Row("uneven", "right", ranks=4),
-    Row("uneven", "wrong", (3, "losses", "global loss"), "uneven numbers of samples, 2 to 3", ranks=4),
+    Row("uneven", "wrong", (3, "losses", "global loss"), "a mean of means: .* 3, 3, 2, 2 of 10 ", ranks=4),
     Row("varlen", "right"),
-    Row("varlen", "wrong", LOSS, "uneven numbers of samples, 4 to 28"),
+    Row("varlen", "wrong", LOSS, "a mean of means: .* 28, 4 of 32 "),
     # G and T: wrappers change the names of parameters.
     Row("checkpoint", "right"),
     Row("checkpoint", "plain"),
@@ -178,12 +189,12 @@ ROWS = [
     # H: in step 1 both ranks have as many tokens.
     Row("tied_padded", "right", PASS, ROUNDING),
     Row("tied_padded", "right_sgd", reference="right_sgd"),
-    Row("tied_padded", "wrong", (2, "losses", "global loss"), "own tokens|means"),
+    Row("tied_padded", "wrong", (2, "losses", "global loss"), "a mean of means"),
     Row(
         "tied_padded",
         "wrong_sgd",
         (2, "losses", "global loss"),
-        "own tokens|means",
+        "a mean of means",
         reference="right_sgd",
     ),
     # J, P and Q
