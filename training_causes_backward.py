@@ -62,8 +62,8 @@ def not_reduced(evidence: Evidence) -> str | None:
             if one_group_a_replica(evidence, groups):
                 why = "not reduced"
                 if all(differs_between_replicas(evidence, name) for name in evidence.names("gradients")):
-                    why = (
-                        "no gradient is reduced; was the wrapper's forward bypassed, or is there no wrapper?"
+                    why += (
+                        ", nor is any other gradient: is the wrapper's forward bypassed, or no_sync still on?"
                     )
             return (
                 f"{groups_in_words(evidence, groups)}, and their {operation} over all ranks is the "

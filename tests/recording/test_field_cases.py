@@ -60,7 +60,7 @@ ROWS = [
     ),
     # 03: every parameter is concerned.
     Row("module_bypass", "right"),
-    Row("module_bypass", "wrong", (1, "gradients", "head.bias"), "was the wrapper's forward bypassed"),
+    Row("module_bypass", "wrong", (1, "gradients", "head.bias"), "is the wrapper's forward bypassed"),
     # 04: all are right; those off by one rounding are compared with as many ranks.
     Row("adam", "right", PASS, ROUNDING),
     Row("adam", "right_sgd", reference="right_sgd"),
