@@ -267,7 +267,7 @@ def other_start(first: Finding, ranks: list[int], reference: Recording, actual: 
 
 
 def not_initialized(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
-    """Before training a tensor is of another size altogether, or differs on some ranks alone."""
+    """Before training a tensor is of another size altogether."""
     kind = {"parameters": "before", "buffers": "buffers_before"}.get(first.kind)
     if first.step or kind is None:
         return None
@@ -534,16 +534,21 @@ def other_loss(first: Finding, ranks: list[int], reference: Recording, actual: R
         return None
     one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
     return (
-        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or "
-        "the loss function is another, or scaled, or its mean is over something else (each rank's own tokens, "
-        "not all)"
+        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or the "
+        "loss function is another, or scaled, or its mean is over something else (each rank's own tokens, not "
+        "all)"
     )
 
 
 def few_ranks(first: Finding, ranks: list[int], actual: Recording) -> str:
     """Most ranks have the right tensor. A mistake in the plan would show on all of them."""
     right = actual.world_size - len(ranks)
+    why = (
+        "not the plan, but something that happened there"
+        if first.step
+        else "not initialized, or not broadcast"
+    )
     return (
         f"{first.kind} {first.name} is wrong on {numbered('rank', ranks)} alone, and right on the other "
-        f"{right}: not the plan, but something that happened there"
+        f"{right}: {why}"
     )

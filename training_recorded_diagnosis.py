@@ -92,7 +92,9 @@ def cause_of_recordings(
             return cause
     if reference and (cause := recorded.last_microbatch(first, ranks, reference, actual)):
         return cause
-    if first.step and len(ranks) < actual.world_size / 2 and first.kind != "activations":
+    of_start = first.step == 0 and first.kind == "buffers" and len(ranks) < actual.world_size
+    few = first.step and first.kind != "activations" and len(ranks) < actual.world_size / 2
+    if of_start or few:
         return recorded.few_ranks(first, ranks, actual)
     return None
 

@@ -18,14 +18,15 @@ from training_tolerance import DEFAULTS
 PLANS = ROOT / "tests" / "tools" / "plans.py"
 CLEAN = [
     *("ddp-adamw", "fsdp-adamw", "hsdp-adamw", "tp-adamw", "tpfsdp-adamw", "accumulate-adamw"),
+    "simplefsdp-adamw",
     *("robin-adamw", "compiled-adamw", "ddp-sgd", "tpfsdp-sgd", "fsdp-momentum"),
 ]
 # The step and kind of the first difference, the tensor's name, and words of the cause.
 MISTAKES = {
-    "ddp-sgd-summed": (1, "gradients", "norm.bias", "summed over the 4 data-parallel replicas"),
-    "ddp-adamw-summed": (1, "gradients", "norm.bias", "summed over the 4 data-parallel replicas"),
+    "ddp-sgd-summed": (1, "gradients", "norm.weight", "summed over the 4 data-parallel replicas"),
+    "ddp-adamw-summed": (1, "gradients", "norm.weight", "summed over the 4 data-parallel replicas"),
     "ddp-sgd-same_batch": (1, "inputs", "samples", "the same batch on every rank"),
-    "accumulate-sgd-undivided": (1, "gradients", "norm.bias", "not divided by the 2 microbatches"),
+    "accumulate-sgd-undivided": (1, "gradients", "norm.weight", "not divided by the 2 microbatches"),
     "ddp-adamw-rate": (1, "parameters", "", "the learning rate of .* is 0.00105 in step 1"),
     "fsdp-sgd-warm": (2, "parameters", "", "the reference's of step 3, the scheduler is advanced more than"),
     "ddp-sgd-decay": (1, "parameters", "", "weight decay of .* is 0.01 in step 1, the reference's 0"),
@@ -124,7 +125,7 @@ def test_the_command(recorded, call, tmp_path):
             "tpfsdp-sgd-element",
             r"It differs most in element \[35, 133\]: reference (\S+), actual (\S+)\.",
         ),
-        ("ddp-adamw-summed", r"For its elements record both runs again with: --full norm\.bias"),
+        ("ddp-adamw-summed", r"For its elements record both runs again with: --full norm\.weight"),
     ],
 )
 def test_the_worst_element_is_named(recorded, call, tmp_path, name, words):

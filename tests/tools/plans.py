@@ -31,7 +31,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 }
 RUNS = [
-    *("ddp:adamw", "fsdp:adamw", "hsdp:adamw", "tp:adamw", "tpfsdp:adamw"),
+    *("ddp:adamw", "fsdp:adamw", "hsdp:adamw", "tp:adamw", "tpfsdp:adamw", "simplefsdp:adamw"),
     *("ddp:sgd", "tpfsdp:sgd", "fsdp:momentum", "accumulate:adamw", "robin:adamw", "compiled:adamw"),
     *("ddp:sgd:summed", "ddp:adamw:summed", "ddp:sgd:same_batch"),
     *("accumulate:sgd:undivided", "ddp:adamw:rate", "fsdp:sgd:warm", "ddp:sgd:decay", "ddp:sgd:buffer"),
