@@ -534,9 +534,9 @@ def other_loss(first: Finding, ranks: list[int], reference: Recording, actual: R
         return None
     one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
     return (
-        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or the "
-        "loss function is another, or scaled, or its mean is over something else (each rank's own tokens, not "
-        "all)"
+        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or "
+        "the loss function is another, or scaled, or its mean is over something else (each rank's own "
+        "tokens, not all)"
     )
 
 
