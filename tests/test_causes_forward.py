@@ -148,6 +148,11 @@ def of_float32(change):
 
 
 OUTPUTS = [
+    fault(  # equal on both tensor-parallel ranks: no sum of terms
+        output(lambda o, about: 0.5 * o),
+        "outputs of every rank are 0.50x the reference: divided by the 2 data-parallel replicas once too "
+        "often, or divided by the 2 tensor-parallel ranks, over which it must not be averaged",
+    ),
     fault(
         output(put(torch.nan), step=2),
         "the first value that is not finite in the actual run is in outputs output of step 2, on rank "
