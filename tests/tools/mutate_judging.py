@@ -54,7 +54,8 @@ BY_ONE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}  #
 # What judges nothing: docstrings, what is printed, the functions of titan/parity.py that train, and which
 # equal tensor stays in memory.
 SKIPPED = re.compile(
-    r"f?['\"]|(print|progress|show_progress|traceback\.print_exc)\(|def (launch|train)\(|self\._seen\[place\] ="
+    r"f?['\"]|(print|progress|show_progress|traceback\.print_exc)\(|def (launch|train)\("
+    r"|self\._seen\[place\] ="
 )
 DROPPED = ast.Expr, ast.AugAssign, ast.Return, ast.Raise, ast.Continue, ast.Break
 # Arguments that change what is said, not what is found, or that guard against our own mistakes.
