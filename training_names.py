@@ -1,8 +1,12 @@
-"""Names of modules, parameters and buffers, the same with and without wrappers; a step by these names."""
+"""Names of modules, parameters and buffers, the same with and without wrappers; a step by these names.
+
+And what is recorded of an optimizer, and the tensors in what a module takes and returns.
+"""
 
 import fnmatch
 import gc
 import re
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -243,3 +247,49 @@ def _named_optimizer(names: Names, optimizer: dict) -> dict:
 
 def _number(loss: torch.Tensor) -> float:
     return float(local_shard(loss))
+
+
+# ---------------------------------------------------------------- what torch holds tensors in
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield all tensors in tuples, lists and dictionaries."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
+
+
+def main_tensor(output: object) -> torch.Tensor | None:
+    """Return the largest tensor of numbers that a module returns."""
+    if hasattr(output, "__dataclass_fields__"):
+        output = vars(output)
+    found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.dim()]
+    return max(found, key=torch.Tensor.numel, default=None)
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that an optimizer has."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, skipped: bool) -> dict:
+    """Return its class, and of each group the settings at this step and the ids of its parameters."""
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: plain(value) for key, value in group.items() if key != "params"}
+        groups.append({**settings, "names": [id(parameter) for parameter in group["params"]]})
+    # A class of the script's own is one of torch's, if it is derived from it.
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    kind = next((kind for kind in kinds if kind != "Optimizer"), type(optimizer).__name__)
+    return {"class": kind, "groups": groups, "skipped": skipped}
+
+
+def plain(value: object) -> object:
+    """Return a setting as a rank file can hold it."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return tuple(map(plain, value))
+    return value if isinstance(value, int | float | str | None) else repr(value)

@@ -2,7 +2,7 @@
 
 Sketches are linear. So the hypotheses of training_causes_*.py that look at whole tensors, not at elements,
 hold for sketches as they are: sums, factors, the gradient of the step before. Here are the order in which
-they are tried, and the evidence that they look at. training_recorded_causes.py has those that only
+they are tried, and the evidence that they look at. training_recorded_causes_*.py have those that only
 recordings allow.
 """
 
@@ -12,31 +12,32 @@ import torch
 
 import training_causes_backward as backward
 import training_causes_general as general
-import training_recorded_causes as recorded
+import training_recorded_causes_samples as of_samples
+import training_recorded_causes_tensors as of_tensors
 from training_evidence import Evidence
-from training_recorded_causes import activation_pair
+from training_recorded_causes_samples import activation_pair
 from training_recordings import CONVENTIONS, Recording, losses_of, rates_of, unit_of
 from training_records import LOSS, Finding, Steps
 
 RECORDED = [
-    recorded.tied,
-    recorded.in_no_optimizer,
-    recorded.samples_of_own,
-    recorded.other_samples,
-    recorded.other_type,
-    recorded.other_settings,
-    recorded.shards,
-    recorded.other_start,
-    recorded.not_initialized,
-    recorded.batch_statistics,
-    recorded.shards_scaled,
-    recorded.clipping,
-    recorded.reduced_in,
-    recorded.narrow_values,
-    recorded.sum_of_ranks,
-    recorded.loss_factor,
-    recorded.weighted_equally,
-    recorded.other_loss,
+    of_tensors.tied,
+    of_tensors.in_no_optimizer,
+    of_samples.samples_of_own,
+    of_samples.other_samples,
+    of_samples.other_type,
+    of_tensors.other_settings,
+    of_tensors.shards,
+    of_tensors.other_start,
+    of_tensors.not_initialized,
+    of_samples.batch_statistics,
+    of_tensors.shards_scaled,
+    of_tensors.clipping,
+    of_tensors.reduced_in,
+    of_tensors.narrow_values,
+    of_samples.sum_of_ranks,
+    of_samples.loss_factor,
+    of_samples.weighted_equally,
+    of_samples.other_loss,
 ]
 FACTORS = [general.scaled_by_own_factors, general.scaled]
 GRADIENTS = [
@@ -66,7 +67,7 @@ def cause_of_recordings(
     ranks: those on which it differs.
     """
     key = (first.kind, first.name)
-    if cause := recorded.not_finite(first, reference, actual):
+    if cause := of_tensors.not_finite(first, reference, actual):
         return cause
     for hypothesis in RECORDED if reference else ():
         if cause := hypothesis(first, ranks, reference, actual):
@@ -90,12 +91,12 @@ def cause_of_recordings(
     for hypothesis in hypotheses:
         if cause := hypothesis(evidence):
             return cause
-    if reference and (cause := recorded.last_microbatch(first, ranks, reference, actual)):
+    if reference and (cause := of_tensors.last_microbatch(first, ranks, reference, actual)):
         return cause
     of_start = first.step == 0 and first.kind == "buffers" and len(ranks) < actual.world_size
     few = first.step and first.kind != "activations" and len(ranks) < actual.world_size / 2
     if of_start or few:
-        return recorded.few_ranks(first, ranks, actual)
+        return of_tensors.few_ranks(first, ranks, actual)
     return None
 
 

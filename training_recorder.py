@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from training_common import InputError, is_dtensor, print_line, write_then_rename
-from training_names import Names, Step
+from training_names import Names, Step, describe_optimizer, main_tensor, tensors_in, trained_by
 from training_recordings import environment
 from training_sketches import describe, describe_samples, local_shard, sample_keys
 
@@ -129,7 +129,7 @@ class Recorder:
                     return
                 if named is None:  # hooks get no keyword arguments; the frame that calls this one has them
                     named = sys._getframe(1).f_locals.get("kwargs", {})
-                first = next((x for x in _tensors((inputs, named)) if x.dim()), None)
+                first = next((x for x in tensors_in((inputs, named)) if x.dim()), None)
                 self._continued = self._continues(module, first)
                 if not self._continued:
                     self._batch = None if first is None else len(local_shard(first))
@@ -160,14 +160,14 @@ class Recorder:
             self._watch(module)
             self._occurrences[module] += 1
             if self.args.activations != "none" and module not in self._unwanted:
-                tensor = _main_tensor(output)
+                tensor = main_tensor(output)
                 described = None if tensor is None else describe_samples(tensor, self._batch)
                 if described is not None:
                     call = len(self._step.calls) - self._continued
                     entry = (module, call, self._occurrences[module], described)
                     self._step.activations.append(entry)
             if not self._stack and not self._continued:
-                keys = sample_keys([x for x in _tensors((inputs, named)) if x.dim()])
+                keys = sample_keys([x for x in tensors_in((inputs, named)) if x.dim()])
                 self._step.calls.append((module, keys))
 
     def _watch(self, module: nn.Module) -> None:
@@ -311,8 +311,8 @@ class Recorder:
             self.names.find(optimizer)
             # A fused optimizer skips the step itself.
             skipped = skipped or bool(getattr(optimizer, "found_inf", 0))
-            self._step.optimizers.append(_describe_optimizer(optimizer, skipped))
-            for parameter in (*_trained(optimizer), *self.names.parameters()):
+            self._step.optimizers.append(describe_optimizer(optimizer, skipped))
+            for parameter in (*trained_by(optimizer), *self.names.parameters()):
                 if id(parameter) not in self._step.before:
                     self._step.before[id(parameter)] = self._described(parameter, parameter)
             if closure is None:
@@ -361,7 +361,7 @@ class Recorder:
             self._step.stepped.append(optimizer)
             if not place and self._closure == "waiting":  # it never called its closure
                 self._describe_gradients(optimizer)
-            for parameter in _trained(optimizer):
+            for parameter in trained_by(optimizer):
                 self._step.parameters[id(parameter)] = self._described(parameter, parameter)
         last = len(self.steps) + 1 == self.args.steps and self.steps and not _in_backward()
         if last and not place and set(self._step.stepped) == set(self.steps[-1].stepped):
@@ -378,7 +378,7 @@ class Recorder:
 
     def _describe_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its step
-        for parameter in _trained(optimizer):
+        for parameter in trained_by(optimizer):
             if parameter.grad is not None:
                 described = self._described(parameter, parameter.grad, scale)
                 self._step.gradients[id(parameter)] = described
@@ -484,47 +484,6 @@ def _never_compile(function: Callable) -> None:
     eval_frame = torch._C._dynamo.eval_frame  # its users are in torch._dynamo, which takes long to import
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    # All tensors in tuples, lists and dictionaries.
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
-
-
-def _main_tensor(output: object) -> torch.Tensor | None:
-    # The largest tensor of numbers that a module returns.
-    if hasattr(output, "__dataclass_fields__"):
-        output = vars(output)
-    found = [tensor for tensor in _tensors(output) if tensor.is_floating_point() and tensor.dim()]
-    return max(found, key=torch.Tensor.numel, default=None)
-
-
-def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _describe_optimizer(optimizer: torch.optim.Optimizer, skipped: bool) -> dict:
-    # Its class, and of each group the settings at this step and the ids of its parameters.
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
-        groups.append({**settings, "names": [id(parameter) for parameter in group["params"]]})
-    # A class of the script's own is one of torch's, if it is derived from it.
-    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
-    kind = next((kind for kind in kinds if kind != "Optimizer"), type(optimizer).__name__)
-    return {"class": kind, "groups": groups, "skipped": skipped}
-
-
-def _plain(value: object) -> object:
-    if torch.is_tensor(value) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return value if isinstance(value, int | float | str | None) else repr(value)
 
 
 def _wait_for_all(world_size: int, name: str) -> None:

@@ -25,7 +25,8 @@ ORDER = [
     "training_recorded_samples",
     "training_recorded_checks",
     "training_recorded_comparison",
-    "training_recorded_causes",
+    "training_recorded_causes_samples",
+    "training_recorded_causes_tensors",
     "training_recorded_diagnosis",
 ]
 TRAINING_SCRIPTS = ("distributed_train", "simplefsdp_tp_train", "oracle_train")

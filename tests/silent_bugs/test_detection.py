@@ -150,7 +150,7 @@ NOT_IN_TRAINING = {
     "losses_averaged_over_tp_simplefsdp",
     "shards_recorded_in_wrong_order_fsdp",
 }
-# The right cause in the words of training_recorded_causes.py, where they are others.
+# The right cause in the words of training_recorded_causes_*.py, where they are others.
 RECORDED_WORDS = {
     "same_slice_on_every_rank_ddp": "the same batch on every rank",
     "next_batch_ddp": "the samples of step 1 are those of step 2, too early",

@@ -1,0 +1,227 @@
+"""Causes in what a recording has sample by sample: the samples, activations, the loss.
+
+A hypothesis is a function of the first finding, the ranks that show it, and the two recordings. It returns
+its cause in words, or None. training_recorded_diagnosis.py says in which order they are tried.
+"""
+
+import re
+from collections import Counter
+from math import prod
+
+import torch
+
+from training_evidence import MAX_UNEXPLAINED, numbered
+from training_recorded_samples import activations_of, keys_of, matched_keys
+from training_recordings import CONVENTIONS, Recording, losses_of
+from training_records import Finding
+from training_sketches import NOT_FINITE_KEY, fold
+
+LOSS_EPS = 64  # relative difference in eps of float32 up to which two losses are the same number
+
+
+def activation_pair(
+    actual: Recording, reference: Recording, key: tuple[str, str], step: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return an activation of a rank's samples in both runs, side by side, None if none is in both."""
+    of_theirs, of_ours, _ = matched_keys(reference, actual, step)
+    ours = activations_of(actual, step, of_ours).get(key, [])
+    theirs = activations_of(reference, step, of_theirs).get(key, [])
+    known = {name: row for rows in theirs for name, row in zip(rows.keys, rows.samples, strict=False)}
+    pairs = [
+        (row, known[name])
+        for rows in ours
+        if rank in rows.ranks
+        for name, row in zip(rows.keys, rows.samples, strict=False)
+        if name in known
+    ]
+    if not pairs:
+        return None
+    width = min(min(len(one), len(other)) for one, other in pairs)
+    one, other = (fold(torch.stack(rows), width).flatten() for rows in zip(*pairs, strict=True))
+    return one, other
+
+
+def samples_of_own(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """Ranks that have the same samples in the reference have different ones here."""
+    if first.kind not in ("inputs", "activations") or reference.world_size != actual.world_size:
+        return None
+    for replica in range(max(reference.replicas) + 1):
+        together = [rank for rank, of_rank in enumerate(reference.replicas) if of_rank == replica]
+        if len({actual.replicas[rank] for rank in together}) > 1:
+            return (
+                f"{numbered('rank', together)} have the same samples in the reference, and different ones "
+                "here: samples chosen by the rank, not by the data-parallel replica"
+            )
+    return None
+
+
+def other_samples(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """All ranks have the same batch, or it is that of another step."""
+    if first.kind != "inputs":
+        return None
+    step = first.step
+
+    def samples(recording: Recording, step: int) -> Counter:
+        keys = keys_of(recording, step)
+        return Counter(key for rank in recording.first_ranks for call in keys[rank] for key in call)
+
+    expected, got = samples(reference, step), samples(actual, step)
+    total, world = sum(expected.values()), actual.world_size
+    if len(actual.first_ranks) == 1 < world and not got - expected:
+        return (
+            f"all {world} ranks have the same {sum(got.values())} of the reference's {total} samples: the "
+            "same batch on every rank"
+        )
+    if got == expected + expected:
+        return f"each of the {total} samples is there twice: the model ran twice in this step"
+    broken = sum(count for key, count in got.items() if max(map(abs, key)) >= NOT_FINITE_KEY)
+    if broken and not any(max(map(abs, key)) >= NOT_FINITE_KEY for key in expected):
+        return f"{broken} of the {sum(got.values())} samples hold values that are not finite"
+    twice = [key for key, count in got.items() if count > expected[key] > 0]
+    if twice and expected - got and not got.keys() - expected.keys():
+        return (
+            f"{len(twice)} of the reference's {total} samples are on two ranks or more, and "
+            f"{len(expected - got)} on none: slices overlap"
+        )
+    for other in range(1, actual.steps + 1):
+        if other != step and (
+            samples(reference, other) == got or (other < step and samples(actual, other) == got)
+        ):
+            if other > step:
+                return f"the samples of step {step} are those of step {other}, too early"
+            also = step + 1 < actual.steps + 1 and samples(actual, step + 1) in (
+                samples(reference, other + 1),
+                samples(actual, other + 1),
+            )
+            if also and other + 1 < step:
+                return (
+                    f"the samples of steps {step} and {step + 1} are those of steps {other} and {other + 1}, "
+                    "again: the epoch before in the same order, such as without set_epoch"
+                )
+            return f"the samples of step {step} are those of step {other}, again"
+    keys = keys_of(actual, step)
+    strangers = [
+        rank for rank in actual.first_ranks if not any(key in expected for call in keys[rank] for key in call)
+    ]
+    if strangers and len(strangers) < len(actual.first_ranks):
+        return (
+            f"{numbered('rank', strangers)} {'have' if len(strangers) > 1 else 'has'} none of the "
+            f"reference's {total} samples, the other ranks do: each rank draws samples with a seed of its own"
+        )
+    if not expected & got:
+        return f"none of the reference's {total} samples is there: shuffled by another seed, or other data"
+    return None
+
+
+def other_type(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """It is of a narrower type than in the reference."""
+    found = re.match(r": its type is (bfloat16|float16), expected (float32|float64)", first.message)
+    if not found:
+        return None
+    return (
+        f"{first.kind} {first.name} is of type {found[1]}, the reference's of type {found[2]}: computed in "
+        f"{found[1]}, such as under autocast"
+    )
+
+
+def batch_statistics(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """A batch norm is in evaluation mode, or computes its statistics over other numbers of samples."""
+    counter = f"{first.name}.num_batches_tracked"
+    if first.kind != "activations" or f"{first.name}.running_mean" not in actual.tensors(1, "buffers"):
+        return None
+    grows = []
+    for run in (reference, actual):
+        before, after = (run.tensors(first.step, kind).get(counter) for kind in ("buffers_before", "buffers"))
+        grows.append(before and after and after[0].largest > before[0].largest)
+    if grows == [True, False]:
+        return (
+            f"{first.name} is in evaluation mode: it has not counted this step's batches, the reference has"
+        )
+    sizes = [len(run.of_step(first.step)[0]["calls"][0]) for run in (reference, actual)]
+    if sizes[0] == sizes[1]:
+        return None
+    return (
+        f"{first.name} is a batch norm, which normalizes by the samples of one call: {sizes[1]} here, "
+        f"{sizes[0]} in the reference. That is another computation. Compare with a run of as many ranks, or "
+        "one that calls the model with each rank's samples in turn"
+    )
+
+
+def sum_of_ranks(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The ranks of a replica have the same samples and each a part of the output."""
+    key = (first.kind, first.name)
+    if first.kind != "activations":
+        return None
+    replica = [rank for rank, number in enumerate(actual.replicas) if number == actual.replicas[ranks[0]]]
+    pairs = [activation_pair(actual, reference, key, first.step, rank) for rank in replica]
+    if len(replica) < 2 or None in pairs:
+        return None
+    total, expected = sum(one for one, _ in pairs), pairs[0][1]
+    unexplained = ((total - expected).norm() / (pairs[0][0] - expected).norm()).item()
+    if not unexplained <= MAX_UNEXPLAINED:
+        return None
+    return (
+        f"{first.kind} {first.name}: the sum over the {len(replica)} tensor-parallel ranks is the reference "
+        f"but for {unexplained:.0e} of the difference: not reduced"
+    )
+
+
+def loss_factor(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The loss is a known multiple of the reference's, exactly: a sum, a scale."""
+    if first.kind != "losses":
+        return None
+    one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
+    if not one or not other:
+        return None
+    ratio, known = other / one, []
+    outputs = [entry["shape"] for entry in actual.of_step(first.step)[0]["activations"][-1:]]
+    for shape in outputs:
+        elements, samples = prod(shape), shape[0]
+        known += [
+            (elements, f"summed over the {elements} elements of the output instead of averaged"),
+            (
+                elements // shape[-1],
+                f"summed over the {elements // shape[-1]} rows of the output instead of averaged",
+            ),
+            (samples, f"summed over the {samples} samples instead of averaged"),
+        ]
+    known += [(2.0**power, f"a loss scale of {2**power} that was not removed") for power in range(4, 33)]
+    for value, text in known:
+        if value > 1 and abs(ratio / value - 1) <= LOSS_EPS * 2.0**-23:
+            return f"the loss is {ratio:.7g} times the reference's: {text}"
+    return None
+
+
+def weighted_equally(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """Ranks or microbatches have different numbers of labels or samples, and their means count the same."""
+    expected = losses_of(reference, first.step, CONVENTIONS[0]) if first.kind == "losses" else None
+    records = [actual.of_step(first.step)[rank] for rank in actual.first_ranks]
+    losses = [loss for record in records for loss in record["losses"]]
+    labels = [count for record in records for count in record["labels"]]
+    samples = [len(keys) for record in records for keys in record["calls"] if keys is not None]
+    for what, sizes in (("valid labels", labels), ("samples", samples)):
+        if not expected or len(sizes) != len(losses) or len(set(sizes)) < 2 or not all(sizes):
+            continue
+        mean = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+        if abs(mean / expected - 1) <= LOSS_EPS * 2.0**-23:
+            listed = ", ".join(map(str, sizes[:4])) + (", ..." if len(sizes) > 4 else "")
+            return (
+                f"a mean of means: ranks or microbatches have {listed} of {sum(sizes)} {what}, and count the "
+                f"same; weighted by these the loss is {mean:.9g}, the reference's"
+            )
+    return None
+
+
+def other_loss(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The outputs agree and the loss does not."""
+    names = [
+        {entry["name"] for entry in run.of_step(first.step)[0]["activations"]} for run in (reference, actual)
+    ]
+    if first.kind != "losses" or not names[0] & names[1]:
+        return None
+    one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
+    return (
+        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or "
+        "the loss function is another, or scaled, or its mean is over something else (each rank's own "
+        "tokens, not all)"
+    )
