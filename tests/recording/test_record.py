@@ -19,6 +19,7 @@ ALONE = [
     "plain",
     "evaluates",
     "accumulates",
+    "calls_the_head",
     "checkpoints",
     "checkpoints_reentrant",
     "wraps_checkpoints",
@@ -253,6 +254,33 @@ def test_microbatches_are_calls_of_one_step(ran):
         for step in steps_of(ran[case]):
             assert len(step["calls"]) == len(step["losses"]) == 2
             assert [entry["call"] for entry in step["activations"] if entry["name"] == "first"] == [0, 1]
+
+
+def test_a_head_that_the_loss_calls_belongs_to_the_model_s_call(ran):
+    for step in steps_of(ran["calls_the_head1"]):
+        assert len(step["calls"]) == 1
+        heads = [entry for entry in step["activations"] if entry["name"] == "last"]
+        assert [(entry["call"], entry["occurrence"]) for entry in heads] == [(0, 1), (0, 2)]
+        assert [(clip["max_norm"], clip["after_step"]) for clip in step["clips"]] == [
+            (pytest.approx(0.1), False)
+        ]
+        assert step["clips"][0]["norm"] > 0.1
+        norms = [entry["sketch"].norm() ** 2 for entry in step["gradients"].values()]
+        assert sum(norms) ** 0.5 == pytest.approx(0.1, rel=0.2)  # as estimated
+
+
+def test_gradients_are_recorded_in_the_order_of_backward(ran):
+    for case in ("plain1", "accumulates1", "ddp2", "fsdp2", "tp2"):
+        for step in steps_of(ran[case]):
+            assert sorted(step["ready"]) == sorted(step["gradients"]), case
+            assert {name.split(".")[0] for name in step["ready"][:2]} == {"last"}, case
+            assert {name.split(".")[0] for name in step["ready"][-2:]} == {"first"}, case
+
+
+def test_gradients_that_a_backward_finds_are_counted(ran):
+    steps = steps_of(ran["accumulates1"])
+    assert [step["held"] for step in steps[1:]] == [[len(steps[0]["gradients"])]] * (len(steps) - 1)
+    assert all(step["held"] == [] for step in steps_of(ran["plain1"]))
 
 
 def test_of_a_compiled_model_the_output_is_recorded(ran):

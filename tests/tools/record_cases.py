@@ -166,6 +166,33 @@ def accumulates():
     finish(model)
 
 
+class Headless(Net):
+    """A model that leaves its last layer to the loss."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@case
+def calls_the_head():
+    torch.manual_seed(0)
+    model = Headless()
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        x, y = batch(step)
+        hidden = model(x)
+        loss = sum(F.mse_loss(model.last(hidden * scale), y) for scale in (1.0, 0.5))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        show(loss)
+    finish(model)
+
+
 @case
 def checkpoints():
     train(net(recompute="yes"))
