@@ -224,8 +224,8 @@ titan-deepseek: | $(TITAN_ENVIRONMENT) $(OURS)
 	@$(titan_variables) titan/deepseek_tp4_fsdp16.sh $(TITAN_OPTIONS)
 
 titan-smoke: | $(TITAN_ENVIRONMENT) $(OURS)
-	@DEVICE=cpu NGPU=4 $(titan_variables) titan/llama_fsdp64.sh --parallelism.tensor_parallel_degree=2
-	@DEVICE=cpu NGPU=4 $(titan_variables) titan/deepseek_tp4_fsdp16.sh
+	@DEVICE=cpu NGPU=4 RECORD='$(RECORD:%=%/llama3)' $(titan_variables) titan/llama_fsdp64.sh --parallelism.tensor_parallel_degree=2
+	@DEVICE=cpu NGPU=4 RECORD='$(RECORD:%=%/deepseek_v3)' $(titan_variables) titan/deepseek_tp4_fsdp16.sh
 	@echo "== titan-smoke: Llama 3 and DeepSeek-V3 trained at debug size on four ranks of the CPU, TP2 x FSDP2"
 
 titan-parity: | $(TITAN_ENVIRONMENT) $(OURS)
