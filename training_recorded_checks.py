@@ -1,8 +1,10 @@
 """What must hold in a recording by itself."""
 
+from collections import defaultdict
+
 import torch
 
-from training_recorded_tolerance import judge_whole
+from training_recorded_tolerance import LINEAR, adaptive_allowance, floor_of, judge_whole
 from training_recordings import Recording, Whole, rates_of
 from training_records import Finding, Key, ranges
 from training_tolerance import NORM_EPS
@@ -34,9 +36,10 @@ class Checks:
 
 def check_recording(run: str, recording: Recording, unit: float) -> Checks:
     """Check what must hold in a recording by itself."""
-    checks = Checks(run)
+    checks, allowed = Checks(run), defaultdict(float)  # on top, for copies of a parameter
     for step in range(1, recording.steps + 1):
         nonzero = False
+        allow_adaptive_steps(allowed, recording, step, unit)
         for kind in ("gradients", "before", "parameters"):
             name_of_kind = "parameters" if kind == "before" else kind
             for name, copies in recording.tensors(step, kind).items():
@@ -44,7 +47,8 @@ def check_recording(run: str, recording: Recording, unit: float) -> Checks:
                 key = (name_of_kind, name)
                 at = step - 1 if kind == "before" else step
                 if kind != "before" or step == 1:
-                    check_copies(checks, at, key, copies, unit)
+                    more = allowed[name] if kind == "parameters" else 0.0
+                    check_copies(checks, at, key, copies, unit, more)
         checks.checked["nonzero"] += 1
         if not nonzero:
             name = next(iter(recording.tensors(step, "parameters")))
@@ -54,8 +58,23 @@ def check_recording(run: str, recording: Recording, unit: float) -> Checks:
     return checks
 
 
-def check_copies(checks: Checks, step: int, key: Key, copies: list[Whole], unit: float) -> None:
-    """Check that a tensor is finite, and that ranks that each have a copy of it have the same."""
+def allow_adaptive_steps(allowed: dict[str, float], recording: Recording, step: int, unit: float) -> None:
+    """Add what Adam, or its kin, may make of the rounding by which copies of a gradient differ."""
+    gradients, settings = recording.tensors(step, "gradients"), rates_of(recording.of_step(step)[:1])
+    floor = floor_of({name: copies[0] for name, copies in gradients.items()})
+    for name, (first, *others) in gradients.items():
+        optimizer, group = settings.get(name, ("", {}))
+        if optimizer not in LINEAR and any(not torch.equal(copy.sketch, first.sketch) for copy in others):
+            allowed[name] += adaptive_allowance(first, group.get("lr", 0.0), unit, floor)
+
+
+def check_copies(
+    checks: Checks, step: int, key: Key, copies: list[Whole], unit: float, more: float = 0.0
+) -> None:
+    """Check that a tensor is finite, and that ranks that each have a copy of it have the same.
+
+    more: the norm that is allowed on top.
+    """
     first = copies[0]
     for copy in copies:
         checks.checked["finite"] += 1
@@ -63,7 +82,7 @@ def check_copies(checks: Checks, step: int, key: Key, copies: list[Whole], unit:
             checks.fail(step, key, copy.ranks, "finite", f": {copy.not_finite} values are not finite")
     for copy in copies[1:]:
         checks.checked["ranks agree"] += 1
-        result = judge_whole(copy, first, unit)
+        result = judge_whole(copy, first, unit, more)
         if not result.passed and not first.not_finite:
             of_first = f", from that of rank{'s' if len(first.ranks) > 1 else ''} {ranges(first.ranks)}"
             checks.fail(step, key, copy.ranks, "ranks agree", result.message + of_first)

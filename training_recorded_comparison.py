@@ -14,6 +14,7 @@ from training_comparison import Outcome, in_causal_order
 from training_recorded_checks import check_recording
 from training_recorded_samples import Rows, activations_of, judge_rows, matched_keys, rows_of_modules
 from training_recorded_tolerance import (
+    LINEAR,
     Drift,
     adaptive_allowance,
     bound_of,
@@ -38,9 +39,6 @@ from training_tolerance import NORM_EPS, Result, Tolerance, mismatch
 
 SAMPLES = ("inputs", "samples")
 KINDS = ("inputs", "activations", "losses", "gradients", "parameters", "buffers")
-# Optimizers whose update is proportional to the gradient. Any other may turn a gradient that is zero but
-# for rounding into a full step.
-LINEAR = ("SGD", "ASGD")
 UPDATED = "which each rank updates from its own samples, as a batch norm does"
 
 

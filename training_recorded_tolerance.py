@@ -15,6 +15,9 @@ import torch
 from training_recordings import Whole
 from training_tolerance import NEGLIGIBLE, NORM_EPS, Result, mismatch
 
+# Optimizers whose update is proportional to the gradient. Any other may turn a gradient that is zero but
+# for rounding into a full step.
+LINEAR = ("SGD", "ASGD")
 DRIFT_FACTOR, DRIFT_EPS = 6, 1024  # see Drift.of_all
 # In types with few digits, such as bfloat16, where 16 eps are 12.5 %. Clean runs stay below 0.4 eps, but for
 # vectors: the gradient of a norm's bias, which some kernels add up in bfloat16, has been off by 12.

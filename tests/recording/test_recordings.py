@@ -192,6 +192,23 @@ def test_one_rank_alone(recorded, tmp_path, change, step, check, words):
     assert {finding.rank for finding in alone.findings} == {1}
 
 
+@pytest.mark.parametrize(("name", "alarm"), [("blocks.0.k.bias", False), ("blocks.0.v.bias", True)])
+def test_a_rank_whose_adam_steps_the_other_way(recorded, tmp_path, name, alarm):
+    # Rounding turns the gradient of a key's bias around, on one rank alone. Of a value's bias it does not.
+    def change(content):
+        step = content["steps"][2]
+        step["gradients"][name]["sketch"].mul_(1 + 2**-21)
+        step["parameters"][name]["sketch"] += (
+            0.001 * torch.randn(256, generator=torch.manual_seed(0)).sign() / 4
+        )
+
+    actual = Recording(copy_of(recorded, tmp_path, "ddp-adamw", change))
+    findings = compare_recordings(None, actual, DEFAULTS).findings
+    assert {(finding.step, finding.name, finding.rank) for finding in findings} == (
+        {(3, name, 1)} if alarm else set()
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
