@@ -75,8 +75,10 @@ def scaled(evidence: Evidence) -> str | None:
         return f"{text}: {meaning}"
     if evidence.kind != "gradients":
         return f"{text}, a factor that is no degree of the mesh"
-    if not all_tensors or not 0 < common < 1:
+    if not all_tensors or common <= 0:
         return None
+    if common > 1:
+        return f"{text}, all by the same factor: scaled, or of a loss that is"
     norm = sum(norm**2 for norm in norms.values()) ** 0.5
     return f"{text}, all by the same factor: clipped to a total norm of {norm:.4g}, or scaled with the loss"
 

@@ -52,10 +52,7 @@ def not_initialized(first: Finding, ranks: list[int], reference: Recording, actu
     right = [rank for rank in range(actual.world_size) if rank not in ranks]
     where = f", and right on {numbered('rank', right)}" if right else ""
     if 1e-3 < ratio < 1e3:
-        few = right and first.kind == "buffers"
-        return (
-            few and f"{first.kind} {first.name} is wrong on {numbered('rank', ranks)}{where}: not broadcast"
-        )
+        return None
     return (
         f"the norm of {first.kind} {first.name} on {numbered('rank', ranks)} is {ratio:.2g} times the "
         f"reference's{where}: not initialized there, such as after to_empty()"
@@ -81,17 +78,21 @@ def in_no_optimizer(first: Finding, ranks: list[int], reference: Recording, actu
 def other_settings(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
     """The optimizer has other settings in this step: its class, learning rate, momentum, weight decay."""
     step, name = first.step, first.name
-    ours = rates_of(actual.of_step(step)[ranks[0] : ranks[0] + 1]).get(name)
-    theirs = rates_of(reference.of_step(step)[:1]).get(name)
-    if first.kind != "parameters" or not step or ours is None or theirs is None:
+    if first.kind != "parameters" or not step:
         return None
-    where = f" on {numbered('rank', ranks)}" if len(ranks) < actual.world_size else ""
+    theirs = rates_of(reference.of_step(step)[:1]).get(name)
+    by_rank = {rank: rates_of(actual.of_step(step)[rank : rank + 1]).get(name) for rank in ranks}
+    if theirs is None or None in by_rank.values():
+        return None
+    # A shard with another rate makes the tensor wrong on all ranks.
+    others = [rank for rank, own in by_rank.items() if own[0] != theirs[0] or other_setting(theirs, own)]
+    if not others:
+        return None
+    ours = by_rank[others[0]]
+    where = f" on {numbered('rank', others)}" if len(others) < actual.world_size else ""
     if ours[0] != theirs[0]:
         return f"the optimizer of {name}{where} is {ours[0]}, the reference's {theirs[0]}"
-    setting = other_setting(theirs, ours)
-    if setting is None:
-        return None
-    word, one, other = setting
+    word, one, other = other_setting(theirs, ours)
     text = f"the {word} of {name}{where} is {shown(other)} in step {step}, the reference's {shown(one)}"
     return text + (reason_for_rate(one, other, first, reference, actual) if word == "learning rate" else "")
 

@@ -22,6 +22,7 @@ from training_recorded_tolerance import (
     floor_of,
     judge,
     judge_whole,
+    scale_of_rounding,
 )
 from training_recordings import (
     CONVENTIONS,
@@ -291,7 +292,7 @@ def compare_gradients(
     """Compare gradients as backward completed them. Those that are zero but for rounding pass."""
     ours, theirs = actual.tensors(step, "gradients"), reference.tensors(step, "gradients")
     expected = {name: copies[0] for name, copies in theirs.items()}
-    floor = floor_of(expected)
+    floor = floor_of(expected, unit)
     everyone = tuple(range(actual.world_size))
     ready = (name for run in (reference, actual) for name in run.of_step(step)[0]["ready"])
     for name in dict.fromkeys((*ready, *reversed(list({**theirs, **ours})))):
@@ -307,7 +308,9 @@ def compare_gradients(
                 text = "zero but for rounding in both runs, not compared"
                 found.add(step, key, whole.ranks, Result(True, message=text))
             else:
-                more = drift.of_all(expected[name].norm, unit)
+                norm = expected[name].norm
+                bound = bound_of(unit, len(expected[name].shape), norm_eps)
+                more = drift.of_all(norm, unit) + bound * unit * (scale_of_rounding(name, expected) - norm)
                 result = judge_whole(whole, expected[name], unit, more, norm_eps)
                 types = [run.metadata["reduced_in"].get(name) for run in (reference, actual)]
                 if result.passed and None not in types and types[0] != types[1]:
@@ -330,7 +333,7 @@ def compare_parameters(
     settings = rates_of(reference.of_step(step)[:1])
     by_rank = settings_by_rank(actual, step)
     expected_gradients = {name: copies[0] for name, copies in gradients.items()}
-    floor = floor_of(expected_gradients)
+    floor = floor_of(expected_gradients, unit)
     for name in theirs:
         expected = theirs[name][0]
         moved = distance(expected, start[name][0])
@@ -338,7 +341,8 @@ def compare_parameters(
         if name in gradients and optimizer not in LINEAR:
             gradient = expected_gradients[name]
             (drift.silent.add if gradient.largest <= floor else drift.silent.discard)(name)
-            drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor)
+            scale = scale_of_rounding(name, expected_gradients)
+            drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor, scale)
         bound = bound_of(unit, len(expected.shape), None)
         more = bound * unit * moved + drift.allowed[name]
         differences = []

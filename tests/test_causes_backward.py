@@ -26,6 +26,12 @@ from made_runs import (
 # ---------------------------------------------------------------- gradients
 
 
+OF_GRADIENTS = DIVIDED.replace(
+    "too often, ", "too often, or a collective in the loss that passes no gradient, such as all_reduce, ", 1
+)
+SCALED = "all by the same factor: scaled, or of a loss that is"
+
+
 def replicas(r, about, mean=1.0):
     """Return a gradient of the replica's own; those of the two have the mean times the reference."""
     return mean * r + (1 if about["dp_rank"] else -1) * other(r, 0.5)
@@ -75,17 +81,19 @@ GRADIENTS = [
     fault(
         gradient(replicas),
         "each of the 2 replicas has its own gradients bias, and their mean over all ranks is the "
-        "reference but for rounding: not reduced",
+        "reference but for rounding: not reduced, nor is any other gradient: is the wrapper's forward "
+        "bypassed, or no_sync still on?",
     ),
     fault(
         gradient(terms),
         "each of the 2 replicas has its own gradients bias, and their sum over all ranks is the "
-        "reference but for rounding: not reduced",
+        "reference but for rounding: not reduced, nor is any other gradient: is the wrapper's forward "
+        "bypassed, or no_sync still on?",
     ),
     fault(
         gradient(lambda r, about: replicas(r, about, 0.5)),
         "each of the 2 replicas has its own gradients bias, and their mean over all ranks is 0.50x "
-        f"the reference: {DIVIDED}, and at least once not reduced",
+        f"the reference: {OF_GRADIENTS}, and at least once not reduced",
     ),
     fault(gradient(lambda r, about: replicas(r, about, 0.7)), NOT_KNOWN),
     fault(gradient(lambda r, about: replicas(r, about) + other(r, 0.01, 8)), NOT_KNOWN),
@@ -107,7 +115,7 @@ GRADIENTS = [
     fault(
         gradient(lambda g: 2 * g, "bias"), f"gradients bias of every rank are 2.00x the reference: {SUMMED}"
     ),
-    fault(gradient(lambda g: g / 2), f"gradients of every rank are 0.50x the reference: {DIVIDED}"),
+    fault(gradient(lambda g: g / 2), f"gradients of every rank are 0.50x the reference: {OF_GRADIENTS}"),
     fault(
         gradient(lambda g: g / 4),
         "gradients of every rank are 0.25x the reference: divided by the 2 data-parallel replicas "
@@ -132,15 +140,15 @@ GRADIENTS = [
         gradient(lambda g: 16 * g),
         "gradients of every rank are 16.00x the reference: a loss scale of 16 that was not removed",
     ),
-    fault(gradient(lambda g: 8 * g), NOT_KNOWN),
-    fault(gradient(lambda g: 1000 * g), NOT_KNOWN),
+    fault(gradient(lambda g: 8 * g), f"gradients of every rank are 8.00x the reference, {SCALED}"),
+    fault(gradient(lambda g: 1000 * g), f"gradients of every rank are 1000.00x the reference, {SCALED}"),
     fault(
         gradient(lambda g: 0.3 * g),
         "gradients of every rank are 0.30x the reference, all by the same factor: clipped to a total "
         "norm of 0.3423, or scaled with the loss",
     ),
     fault(gradient(lambda g: 0.3 * g, "weight"), NOT_KNOWN),
-    fault(gradient(lambda g: 1.3 * g), NOT_KNOWN),
+    fault(gradient(lambda g: 1.3 * g), f"gradients of every rank are 1.30x the reference, {SCALED}"),
     fault(
         gradient(lambda g, about: (1.3 + 0.7 * about["dp_rank"]) * g),
         "gradients bias is the reference times a factor that each rank has for itself, 1.3 to 2: "
