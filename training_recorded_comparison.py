@@ -136,7 +136,7 @@ def compare_activations(
     step: int,
     reference: dict[Key, list[Rows]],
     actual: dict[Key, list[Rows]],
-    kinds: dict[str, str],
+    kinds: dict[tuple[int, str], str],
     same_layout: bool,
     drift: Drift,
     unit: float,
@@ -156,7 +156,7 @@ def compare_activations(
         for ranks, of_ranks in by_group.items():
             # A plain tensor may be a shard. With the same ranks in both runs, a rank's own is meant.
             own = [row for row in reference[key] if same_layout and row.ranks == ranks] or reference[key]
-            kind = kinds[key[1].partition(" call ")[0]]
+            kind = kinds[step, key[1].partition(" call ")[0]]
             result = judge_rows(of_ranks, own, kind, key[1], drift, unit, norm_eps)
             if isinstance(result, Result):
                 found.add(step, key, ranks, result)
@@ -196,6 +196,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
     found, drift, losses = Divergence(actual.world_size, actual.steps), Drift(), []
     checks = [check_recording("actual", actual, unit), check_recording("reference", reference, unit)]
     same_layout = reference.replicas == actual.replicas
+    kinds = rows_of_modules(reference, actual)
     compare_start(reference, actual, found)
     conventions = choose_conventions(reference, actual, loss_bound(unit, norm_eps))
     say_conventions(conventions, found)
@@ -203,7 +204,6 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         *keys, eps = matched_keys(reference, actual, step)
         compare_samples(step, *keys, eps, (reference, actual), found)
         activations = activations_of(reference, step, keys[0]), activations_of(actual, step, keys[1])
-        kinds = rows_of_modules(reference, actual, step)
         compare_activations(step, *activations, kinds, same_layout, drift, unit, norm_eps, found)
         losses.append(compare_losses(step, reference, actual, conventions, unit, norm_eps, found))
         compare_gradients(step, reference, actual, unit, norm_eps, drift, found)

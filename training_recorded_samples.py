@@ -108,8 +108,8 @@ def activations_of(recording: Recording, step: int, keys: list[list[list]]) -> d
     return found
 
 
-def rows_of_modules(reference: Recording, actual: Recording, step: int) -> dict[str, str]:
-    """Say of each module what the rows of its output are in a step: "samples", "fixed" or "chosen".
+def rows_of_modules(reference: Recording, actual: Recording) -> dict[tuple[int, str], str]:
+    """Say by step and module what the rows of its output are: "samples", "fixed" or "chosen".
 
     There are as many for each sample in all calls of both runs; or as many in all, as of positions; or the
     module takes some and leaves others, as a mixture of experts does. "unsure": by chance it may have taken
@@ -125,10 +125,12 @@ def rows_of_modules(reference: Recording, actual: Recording, step: int) -> dict[
                 shares[entry["name"]][number].add(rows / max(1, samples[entry["call"]]))
     found = {}
     for name, by_step in shares.items():
-        if len(by_step[step]) > 1:
-            found[name] = "fixed" if len(sizes[name]) == 1 else "chosen"
-        else:
-            found[name] = "samples" if len(set().union(*by_step.values())) == 1 else "unsure"
+        always = len(set().union(*by_step.values())) == 1
+        for step, of_step in by_step.items():
+            if len(of_step) > 1:
+                found[step, name] = "fixed" if len(sizes[name]) == 1 else "chosen"
+            else:
+                found[step, name] = "samples" if always else "unsure"
     return found
 
 

@@ -225,6 +225,8 @@ def test_ctrl_c_leaves_nothing_and_is_no_failure(node):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         text=True,
+        # A shell's background jobs ignore Ctrl-C, and so would all that these tests start there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 30
     while not (node.checkout / "train.pid").exists() and time.monotonic() < deadline:
