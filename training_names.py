@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from training_common import InputError
 from training_sketches import local_shard
@@ -141,6 +142,7 @@ class Names:
             for model in self.models
             for module in unwrap(model).modules()
             for name, buffer in module.named_buffers(recurse=False)
+            if not is_lazy(buffer)
         }
 
     def of_tensor(self, module: nn.Module, name: str) -> str | None:
@@ -161,16 +163,34 @@ class Names:
                         found.setdefault(first, []).append(name)
         return found
 
+    def _fsdp_groups(self) -> list:
+        # FSDP2's groups of parameters. The attributes are torch's own: without them nothing is known.
+        states = [
+            module._get_fsdp_state()
+            for model in self.models
+            for module in model.modules()
+            if hasattr(module, "_get_fsdp_state")
+        ]
+        return [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+
+    def unsharded_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that FSDP2 accumulates without reducing them."""
+        parts = [part for group in self._fsdp_groups() for part in group.fsdp_params]
+        whole = [getattr(part, "_unsharded_param", None) for part in parts]
+        gradients = [parameter.grad for parameter in whole if parameter is not None]
+        gradients += [getattr(part, "unsharded_accumulated_grad", None) for part in parts]
+        return [
+            gradient for gradient in gradients if gradient is not None and gradient.untyped_storage().size()
+        ]
+
     def reduced_in(self) -> dict[str, str]:
         """Return the type in which FSDP2 reduces the gradient of each parameter that it shards."""
         found = {}
-        for module in (module for model in self.models for module in model.modules()):
-            state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-            for group in getattr(state, "_fsdp_param_groups", ()):
-                for part in group.fsdp_params:
-                    dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or part.orig_dtype
-                    if self.knows(id(part.sharded_param)):
-                        found[self.of_parameter(id(part.sharded_param))] = str(dtype).removeprefix("torch.")
+        for group in self._fsdp_groups():
+            for part in group.fsdp_params:
+                dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or part.orig_dtype
+                if self.knows(id(part.sharded_param)):
+                    found[self.of_parameter(id(part.sharded_param))] = str(dtype).removeprefix("torch.")
         return found
 
 
@@ -215,7 +235,7 @@ class Step:
             "losses": [_number(loss) for loss in self.losses],
             "labels": self.labels,
             "held": self.held,
-            "clips": self.clips,
+            "clips": [self._clip(**clip) for clip in self.clips],
             "ready": self._ready(names),
             "gradients": {names.of_parameter(key): entry for key, entry in self.gradients.items()},
             "before": {names.of_parameter(key): entry for key, entry in self.before.items()},
@@ -223,6 +243,11 @@ class Step:
             "buffers": _named_buffers(names, self.buffers),
             "optimizers": [_named_optimizer(names, optimizer) for optimizer in self.optimizers],
         }
+
+    def _clip(self, max_norm: float, norm: float | None, stepped: int) -> dict:
+        # After the step: when all optimizers of the step had stepped.
+        after = 0 < len(self.stepped) <= stepped
+        return {"max_norm": max_norm, "norm": norm, "after_step": after}
 
     def _ready(self, names: Names) -> list[str]:
         # Names of parameters in the order in which their gradients were complete.
@@ -292,4 +317,6 @@ def plain(value: object) -> object:
         return value.item()
     if isinstance(value, list | tuple):
         return tuple(map(plain, value))
-    return value if isinstance(value, int | float | str | None) else repr(value)
+    if isinstance(value, int | float | str | None):
+        return value
+    return getattr(value, "__qualname__", type(value).__name__)  # not its address, which is another each time

@@ -137,8 +137,9 @@ def batch_statistics(first: Finding, ranks: list[int], reference: Recording, act
         return (
             f"{first.name} is in evaluation mode: it has not counted this step's batches, the reference has"
         )
-    sizes = [len(run.of_step(first.step)[0]["calls"][0]) for run in (reference, actual)]
-    if sizes[0] == sizes[1]:
+    calls = [run.of_step(first.step)[0]["calls"] for run in (reference, actual)]
+    sizes = [len(of[0]) if of and of[0] is not None else None for of in calls]
+    if None in sizes or sizes[0] == sizes[1]:
         return None
     return (
         f"{first.name} is a batch norm, which normalizes by the samples of one call: {sizes[1]} here, "

@@ -48,7 +48,10 @@ def not_initialized(first: Finding, ranks: list[int], reference: Recording, actu
         return None
     ours = actual.tensors(1, kind)[first.name]
     own = next(whole for whole in ours if ranks[0] in whole.ranks)
-    ratio = own.norm / max(reference.tensors(1, kind)[first.name][0].norm, 1e-300)
+    expected = reference.tensors(1, kind)[first.name][0].norm
+    if not own.norm or not expected:
+        return None
+    ratio = own.norm / expected
     right = [rank for rank in range(actual.world_size) if rank not in ranks]
     where = f", and right on {numbered('rank', right)}" if right else ""
     if 1e-3 < ratio < 1e3:
@@ -168,11 +171,15 @@ def clipping(first: Finding, ranks: list[int], reference: Recording, actual: Rec
     if first.kind != "gradients":
         return None
     calls = [run.of_step(first.step)[0]["clips"] for run in (reference, actual)]
-    theirs, ours = (min((c["max_norm"] for c in of if not c["after_step"]), default=None) for of in calls)
+    gradients = actual.tensors(first.step, "gradients").values()
+    expected, norm = (total_norm(run, first.step) for run in (reference, actual))
+    theirs, ours = (
+        # A call that changes nothing only tells the norm. If it does, the norm is what it clips to.
+        min((c["max_norm"] for c in of if not c["after_step"] and c["max_norm"] < 1.1 * after), default=None)
+        for of, after in zip(calls, (expected, norm), strict=True)
+    )
     if theirs == ours:
         return None
-    gradients = actual.tensors(first.step, "gradients").values()
-    norm = sum(max(copy.norm for copy in copies) ** 2 for copies in gradients) ** 0.5
     has = (
         f"the gradients have a norm of {norm:.3g}, and the reference clips them to {theirs:.3g}"
         if theirs
@@ -195,6 +202,12 @@ def clipping(first: Finding, ranks: list[int], reference: Recording, actual: Rec
     return text
 
 
+def total_norm(recording: Recording, step: int) -> float:
+    """Return the norm of all gradients of a step together, as sketches estimate it."""
+    copies = recording.tensors(step, "gradients").values()
+    return sum(max(copy.norm for copy in of_tensor) ** 2 for of_tensor in copies) ** 0.5
+
+
 def reduced_in(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
     """FSDP2 reduces the gradient in another type."""
     one, other = (run.metadata["reduced_in"].get(first.name) for run in (reference, actual))
@@ -210,6 +223,13 @@ def last_microbatch(first: Finding, ranks: list[int], reference: Recording, actu
     """The gradients of earlier microbatches were gone when the last backward of a step began."""
     if first.kind != "gradients":
         return None
+    ours, theirs = (run.tensors(first.step, "gradients") for run in (actual, reference))
+    if any(
+        (ours[name][0].sketch - theirs[name][0].sketch).norm() <= 1e-3 * theirs[name][0].norm
+        for name in ours.keys() & theirs.keys()
+        if theirs[name][0].norm
+    ):
+        return None  # those of the others arrive
     for step in range(2, actual.steps + 1):  # in the first one it is not known what is trained
         held = [record["held"] for record in actual.of_step(step)]
         expected = [record["held"] for record in reference.of_step(step)]

@@ -35,7 +35,7 @@ def bound_of(eps: float, dimensions: int, norm_eps: float | None) -> float:
     """Return the number of eps that is allowed, if --norm-eps sets none."""
     if norm_eps is not None:
         return norm_eps
-    return COARSE_NORM_EPS if eps > COARSE and dimensions != 1 else NORM_EPS
+    return COARSE_NORM_EPS if eps > COARSE and dimensions > 1 else NORM_EPS
 
 
 def judge(

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from training_common import InputError, is_dtensor, print_line, write_then_rename
 from training_names import Names, Step, describe_optimizer, main_tensor, tensors_in, trained_by
@@ -61,6 +63,7 @@ class Recorder:
         self._closure: str | None = None  # of the open step: "waiting", "running" or "done"
         self._steps_seen = 0
         self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []  # losses, as scaled and as they were
+        self._counting = False  # whether cross_entropy is running
         self._labels = 0  # valid ones since the last backward, in calls of cross_entropy
         self._watched: set[int] = set()  # ids of parameters whose gradients' order is seen
         self._install()
@@ -76,8 +79,9 @@ class Recorder:
         torch.amp.GradScaler.step = self._recording_scaler_step(torch.amp.GradScaler.step)
         nn.Module.compile = self._recording_compile(nn.Module.compile)
         nn.functional.cross_entropy = self._recording_cross_entropy(nn.functional.cross_entropy)
-        clipping = torch.nn.utils.clip_grad  # clip_grad_norm_ calls this, and so do others
+        clipping = torch.nn.utils.clip_grad  # clip_grad_norm_ calls it by its private name
         clipping._clip_grads_with_norm_ = self._recording_clip(clipping._clip_grads_with_norm_)
+        torch.nn.utils.clip_grads_with_norm_ = clipping._clip_grads_with_norm_
         for hook in (self._enter, self._leave, self._before_step, self._after_step):
             _never_compile(hook)
         # torch.compile says that hooks see the module that it puts around a model. They are to.
@@ -86,10 +90,11 @@ class Recorder:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         # For what is done here: the time counts as ours, and what the script has set for its own tensors,
-        # such as a default device, does not hold.
+        # such as a default device, does not hold. Nor are modes to see it: selective checkpointing keeps the
+        # results of operations in order, and would give the model ours.
         started = time.perf_counter()
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
                 yield
         except InputError as error:
             self.problem, self.done = error, True
@@ -98,19 +103,20 @@ class Recorder:
             self.seconds += time.perf_counter() - started
 
     def _blind(self) -> bool:
-        # A worker of a data loader inherits the hooks; what runs there is no training.
-        return self.done or os.getpid() != self._here[0]
+        # A worker of a data loader inherits the hooks; what runs there is no training. While a CUDA graph is
+        # captured, tensors have no values.
+        return self.done or os.getpid() != self._here[0] or _is_capturing()
 
     def _blind_to_calls(self) -> bool:
         # A module that runs in a backward is recomputed: activation checkpointing. Inside functorch's
-        # transforms, traces and CUDA graphs tensors have no values.
+        # transforms, traces and fake tensors' mode tensors have no values.
         return (
             self._blind()
             or _in_backward()
             or threading.get_ident() != self._here[1]
             or torch.jit.is_tracing()
             or torch._C._functorch.peek_interpreter_stack() is not None
-            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+            or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         )
 
     # ------------------------------------------------------------ forward
@@ -123,13 +129,15 @@ class Recorder:
             return  # compiled in place, and called a second time by what is not compiled of it
         if not self._stack:
             self._training = torch.is_grad_enabled() and (not self._open or self._closure == "running")
+            if named is None:  # hooks get no keyword arguments; the frame that calls this one has them
+                named = sys._getframe(1).f_locals.get("kwargs", {})
+            first = next((x for x in tensors_in((inputs, named)) if x.dim()), None)
+            if first is not None and first.device.type == "meta":
+                self._training = False
             if self._training:
                 self._close_if_stepped()
                 if self.done:
                     return
-                if named is None:  # hooks get no keyword arguments; the frame that calls this one has them
-                    named = sys._getframe(1).f_locals.get("kwargs", {})
-                first = next((x for x in tensors_in((inputs, named)) if x.dim()), None)
                 self._continued = self._continues(module, first)
                 if not self._continued:
                     self._batch = None if first is None else len(local_shard(first))
@@ -208,7 +216,8 @@ class Recorder:
         with self._aside():
             for module in called.modules():
                 for name, buffer in module.named_buffers(recurse=False):
-                    self._step.start.setdefault((module, name), describe(buffer))
+                    if not is_lazy(buffer):
+                        self._step.start.setdefault((module, name), describe(buffer))
 
     def _recording_backward(self, backward: Callable) -> Callable:
         @functools.wraps(backward)
@@ -235,19 +244,33 @@ class Recorder:
         # How many parameters have a gradient, of an earlier backward of the step.
         with self._aside():
             gradients = [parameter.grad for parameter in self.names.parameters()]
+            gradients += self.names.unsharded_gradients()
             return sum(bool(local_shard(gradient).any()) for gradient in gradients if gradient is not None)
 
     def _recording_cross_entropy(self, cross_entropy: Callable) -> Callable:
         @functools.wraps(cross_entropy)
         def recorded(input, target, *args, **kwargs):
-            if not torch.compiler.is_compiling() and not self._blind_to_calls() and torch.is_grad_enabled():
+            if torch.compiler.is_compiling() or self._counting:
+                return cross_entropy(input, target, *args, **kwargs)
+            plain = type(target) is torch.Tensor or is_dtensor(target)  # no fake one, no fx proxy
+            if (
+                plain
+                and target.device.type != "meta"
+                and torch.is_grad_enabled()
+                and not self._blind_to_calls()
+            ):
                 with self._aside():
                     ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
                     labels = local_shard(target)
                     whole = not labels.is_floating_point()  # otherwise they are probabilities of classes
                     self._labels += int((labels != ignored).sum()) if whole else len(labels)
-            return cross_entropy(input, target, *args, **kwargs)
+            self._counting = True  # a mode such as that of a default device calls this function again
+            try:
+                return cross_entropy(input, target, *args, **kwargs)
+            finally:
+                self._counting = False
 
+        recorded.__prepare_scriptable__ = lambda: cross_entropy  # what torch.jit.script compiles
         return recorded
 
     def _recording_clip(self, clip: Callable) -> Callable:
@@ -257,8 +280,8 @@ class Recorder:
                 # The norm of DTensors is one, and to know it would take a collective.
                 known = torch.is_tensor(total_norm) and not is_dtensor(total_norm)
                 norm = float(total_norm) if known else None
-                after = bool(self._step.stepped) and not self._open
-                self._step.clips.append({"max_norm": float(max_norm), "norm": norm, "after_step": after})
+                stepped = len(self._step.stepped)
+                self._step.clips.append({"max_norm": float(max_norm), "norm": norm, "stepped": stepped})
             return clip(parameters, max_norm, total_norm, *args, **kwargs)
 
         return recorded
@@ -472,6 +495,10 @@ def _is_running(wanted: FrameType | None) -> bool:
     while frame is not None and frame is not wanted:
         frame = frame.f_back
     return frame is not None
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _in_backward() -> bool:

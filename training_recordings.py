@@ -64,6 +64,9 @@ KINDS |= {"gradients", "before", "parameters", "buffers", "optimizers"}
 # the number of replicas, because gradients are averaged.
 CONVENTIONS = tuple(product(("mean", "sum"), ("mean", "sum", "share")))
 UNUSUAL = ("mean", "sum", "share")  # the last one most
+# Settings of an optimizer that are given to it. Others may follow from the gradients.
+KNOWN = {"lr", "momentum", "dampening", "nesterov", "weight_decay", "betas", "eps", "alpha", "maximize"}
+KNOWN |= {"amsgrad", "centered", "rho", "lambd", "lr_decay", "etas", "step_sizes"}
 # Settings of an optimizer that change how it computes, not what.
 HOW = {"names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay"}
 NEAR = 0.1  # relative difference of two losses that are likely meant to be the same
@@ -169,6 +172,8 @@ class Recording:
         for content in self.contents:
             calls = content["steps"][0]["calls"]
             keys = tuple(tuple(map(tuple, key.tolist())) if key is not None else None for key in calls)
+            if None in keys:  # a call without a tensor: ranks with other losses have other samples
+                keys += tuple(content["steps"][0]["losses"])
             numbers.append(known.setdefault(keys, len(known)))
         return numbers
 
@@ -292,17 +297,27 @@ def rates_of(records: list[dict]) -> dict[str, tuple[str, dict]]:
     }
 
 
-def other_setting(reference: tuple[str, dict], actual: tuple[str, dict]) -> tuple[str, object, object] | None:
+def other_setting(
+    reference: tuple[str, dict], actual: tuple[str, dict], only: set[str] | None = None
+) -> tuple[str, object, object] | None:
     """Return the first setting of an optimizer that differs: its name, the reference's value, the actual one.
 
-    Only settings that both have, and that change what is computed: not "foreach" or "fused".
+    Only settings that both have, and that change what is computed: not "foreach" or "fused". only: these.
     """
     for key, one in reference[1].items():
         other = actual[1].get(key, one)
-        numbers = isinstance(one, int | float) and isinstance(other, int | float)
-        if key not in HOW and one != other and not (numbers and isclose(one, other, rel_tol=1e-6)):
+        if key not in HOW and (only is None or key in only) and not same_setting(one, other):
             return "learning rate" if key == "lr" else key.replace("_", " "), one, other
     return None
+
+
+def same_setting(one: object, other: object) -> bool:
+    """Say whether two settings are the same, numbers up to rounding."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(map(same_setting, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return isclose(one, other, rel_tol=1e-6)
+    return one == other
 
 
 def shown(value: object) -> str:

@@ -312,7 +312,7 @@ def describe_samples(tensor: torch.Tensor, samples: int | None) -> dict | None:
     embeddings have their own first dimension. So there is a sketch of the whole, too, "sketch", unless
     the first dimension is the samples'. One with another dimension of that size has its samples there.
     "batch_dim" is that dimension. Any other tensor is one sample, and "batch_dim" is None. Where the first
-    two dimensions are of that size, there are sketches of both, the second ones as "samples_along_1".
+    two dimensions may be the samples', there are sketches of both, the second ones as "samples_along_1".
     None for tensors that hold no values (on the meta device), are nested or sparse, or are cut so that the
     part of a sample that this rank has is no block of it.
     """
@@ -342,7 +342,7 @@ def describe_samples(tensor: torch.Tensor, samples: int | None) -> dict | None:
         "largest": float(local.abs().max()) if local.numel() else 0.0,
         "not_finite": not_finite,
     }
-    if local.dim() > 2 and local.shape[:2] == shape[:2] == (samples, samples):
+    if local.dim() > 2 and batch_dim == 0 and local.shape[:2] == shape[:2] and shape[1] == samples:
         # The first dimension or the second: the other run, with other numbers of samples, will tell.
         other = _sample_matrices(local.transpose(0, 1), shape, (offset[1], offset[0], *offset[2:]), samples)
         described["samples_along_1"] = sketched(*other[:3]) if other else None
@@ -390,7 +390,7 @@ def sample_keys(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
     They are exact: of shape (samples, 8) in float64, the same for the same sample wherever it is.
     """
-    tensors = [_shard(tensor)[0] for tensor in tensors]
+    tensors = [_shard(tensor)[0] for tensor in tensors if tensor.device.type != "meta"]
     tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
     if not tensors or not len(tensors[0]):
         return None
