@@ -62,6 +62,7 @@ PRELOAD = [
 
 # To fork a rank, two file descriptors for every rank travel in one message. It may hold 253.
 MOST_FORKED_RANKS = 120
+FILE_CLOCK = 0.1  # seconds; a file's time is up to 10 ms behind time.time(), and a forked rank fails sooner
 
 
 class CommandError(Exception):
@@ -203,7 +204,7 @@ def describe_failure(error, log_dir: str | None, started: float) -> tuple[str, i
     """
     rank, failure = error.get_first_failure()
     logs = list(Path(log_dir).glob(f"*/attempt_*/{failure.local_rank}/stderr.log")) if log_dir else []
-    logs = [path for path in logs if path.stat().st_mtime >= started]
+    logs = [path for path in logs if path.stat().st_mtime >= started - FILE_CLOCK]
     log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
     message = find_message(log.read_text(errors="replace").splitlines()) if log else None
     if isinstance(failure.message, dict):
