@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from training_common import InputError, is_dtensor, print_line, write_then_rename
+from training_common import InputError, is_dtensor, print_line
 from training_names import Names, Step, describe_optimizer, main_tensor, tensors_in, trained_by
-from training_recordings import environment
+from training_recordings import environment, write_rank_file
 from training_sketches import describe, describe_samples, local_shard, sample_keys
 
 
@@ -452,8 +452,7 @@ class Recorder:
         # A launcher ends the ranks that wait for one that has failed: there is no file yet.
         _wait_for_all(world_size, self.args.output_dir.name)
         try:
-            with write_then_rename(path) as temporary:
-                torch.save({"metadata": metadata, "steps": steps}, temporary)
+            write_rank_file(path, metadata, steps)
         except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
             raise InputError(f"{path} cannot be written: {str(error).splitlines()[0]}") from None
         return rank

@@ -1,11 +1,10 @@
 """The recording of a run: what record_training.py writes, how it is read, and shards put together.
 
-results/four/rank-1.pt, of a run of three steps on four ranks, as torch.load(path, weights_only=True)
-returns it:
+results/four/rank-1.pt, of a run of three steps on four ranks, as read_rank_file returns it:
 
     {
         "metadata": {
-            "format": "parity-sketches-2",
+            "format": "parity-sketches-3",
             "rank": 1, "world_size": 4, "steps": 3,
             "command": ["train.py", "--plan", "fsdp"],
             "device": "cpu", "backend": "gloo",
@@ -38,26 +37,29 @@ returns it:
     }
 
 Each {...} is what training_sketches.describe returns of this rank's shard, each entry of "activations"
-what describe_samples returns. A rank that holds a whole tensor has "mesh" None there.
+what describe_samples returns. A rank that holds a whole tensor has "mesh" None there. In the file "steps"
+is JSON, and the small tensors of a type are one: with thousands of tensors, torch.load takes most of a
+comparison's time.
 """
 
+import json
 import os
 import re
 import socket
 import time
 from functools import cached_property, lru_cache
 from itertools import product
-from math import inf, isclose, isfinite
+from math import inf, isclose, isfinite, prod
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from training_common import InputError, is_stand_in, torch_neuronx_version
+from training_common import InputError, is_stand_in, torch_neuronx_version, write_then_rename
 from training_records import check_rank_files, read_file
 
-FORMAT = "parity-sketches-2"  # marks a rank file; raise the number when its layout changes
+FORMAT = "parity-sketches-3"  # marks a rank file; raise the number when its layout changes
 KINDS = {"calls", "activations", "losses", "labels", "held", "clips", "ready"}
 KINDS |= {"gradients", "before", "parameters", "buffers", "optimizers"}
 # How losses may be put together: over microbatches, then over replicas. "share": each rank scales its loss by
@@ -70,6 +72,8 @@ KNOWN |= {"amsgrad", "centered", "rho", "lambd", "lr_decay", "etas", "step_sizes
 # Settings of an optimizer that change how it computes, not what.
 HOW = {"names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay"}
 NEAR = 0.1  # relative difference of two losses that are likely meant to be the same
+SMALL = 2**16  # elements up to which a tensor is stored together with others
+TUPLES = "shape", "offset", "mesh", "ranks", "placements"  # which JSON returns as lists
 ENVIRONMENT = re.compile(r"(OMP|MKL|CUDA|CUBLAS|NCCL|NEURON|TORCH|PYTORCH|GLOO)_")  # what is kept of it
 
 
@@ -102,13 +106,69 @@ def backend_of(device: str) -> str:
     return dict(part.split(":") for part in config.split(",")).get(device, config)
 
 
+def write_rank_file(path: Path, metadata: dict, steps: list[dict]) -> None:
+    """Write what one rank recorded. Raises what torch.save raises if it cannot be written."""
+    tensors, small = [], {}  # small: by type, the tensors that are stored as one, and their elements
+
+    def place(value: torch.Tensor) -> dict:
+        # What stands for a tensor in JSON: in which stored tensor it is, where it starts, and its shape.
+        if value.numel() > SMALL:
+            tensors.append(value)
+            return {"tensor": [len(tensors) - 1, 0, list(value.shape)]}
+        name = str(value.dtype).removeprefix("torch.")
+        parts, start = small.setdefault(name, ([], 0))
+        parts.append(value.reshape(-1))
+        small[name] = parts, start + value.numel()
+        return {"tensor": [name, start, list(value.shape)]}
+
+    text = json.dumps(steps, default=place)
+    together = {name: torch.cat(parts) for name, (parts, _) in small.items()}
+    content = {"metadata": metadata, "steps": text, "tensors": tensors, "small": together}
+    with write_then_rename(path) as temporary:
+        torch.save(content, temporary)
+
+
+def read_rank_file(path: Path) -> dict:
+    """Return what one rank recorded. Raises InputError if the file is no recording."""
+    content = read_file(path)
+    if problem := find_problem(content):
+        raise InputError(f"{path} is no recording of format {FORMAT}: {problem}; record the run again")
+    tensors, small = content["tensors"], content["small"]
+
+    def restore(entry: dict) -> object:
+        if isinstance(place := entry.get("tensor"), list):
+            stored, start, shape = place
+            if isinstance(stored, int):
+                return tensors[stored]
+            return small[stored][start : start + prod(shape)].view(shape)
+        for key in TUPLES:
+            if isinstance(entry.get(key), list):
+                entry[key] = tuple(entry[key])
+        return entry
+
+    try:
+        steps = json.loads(content["steps"], object_hook=restore)
+    except (ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise InputError(f"{path} is damaged: {error}; record the run again") from None
+    if problem := problem_of_steps(steps, content["metadata"]):
+        raise InputError(f"{path} is no recording of format {FORMAT}: {problem}; record the run again")
+    return {"metadata": content["metadata"], "steps": steps}
+
+
 def find_problem(content: object) -> str | None:
     """Return what is wrong with the structure of a rank file's content, None if nothing is."""
     if not isinstance(content, dict) or not {"metadata", "steps"} <= content.keys():
         return "it does not hold metadata and steps"
-    metadata, steps = content["metadata"], content["steps"]
+    metadata = content["metadata"]
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         return f"its format is {metadata.get('format') if isinstance(metadata, dict) else None!r}"
+    if not isinstance(content["steps"], str) or not {"tensors", "small"} <= content.keys():
+        return "its steps are no text with tensors"
+    return None
+
+
+def problem_of_steps(steps: object, metadata: dict) -> str | None:
+    """Return what is wrong with the steps of a rank file, None if nothing is."""
     if not isinstance(steps, list) or not steps or len(steps) != metadata.get("steps"):
         return f"it has not the {metadata.get('steps')} steps that its metadata gives"
     for number, step in enumerate(steps, start=1):
@@ -143,9 +203,7 @@ class Recording:
 
     def _load(self, rank: int) -> dict:
         path = self.directory / f"rank-{rank}.pt"
-        content = read_file(path)
-        if problem := find_problem(content):
-            raise InputError(f"{path} is no recording of format {FORMAT}: {problem}; record the run again")
+        content = read_rank_file(path)
         metadata = content["metadata"]
         if metadata["rank"] != rank:
             raise InputError(f"{path} says rank {metadata['rank']}: files were renamed or swapped")
@@ -313,7 +371,7 @@ def other_setting(
 
 def same_setting(one: object, other: object) -> bool:
     """Say whether two settings are the same, numbers up to rounding."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return all(map(same_setting, one, other))
     if isinstance(one, int | float) and isinstance(other, int | float):
         return isclose(one, other, rel_tol=1e-6)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, launch, read_logs, run
 
-from training_recordings import shard_group
+from training_recordings import read_rank_file, shard_group
 from training_sketches import SAMPLE_WIDTH
 
 RECORDER, SCRIPT = ROOT / "record_training.py", ROOT / "tests" / "tools" / "record_cases.py"
@@ -106,7 +106,7 @@ class Runs:
             out=[(self.folder / f"{name}-{rank}.out").read_text() for rank in ranks],
             err=[(self.folder / f"{name}-{rank}.err").read_text() for rank in ranks],
             directory=self.folder / name,
-            contents=[torch.load(path, weights_only=True) for path in files if path.exists()],
+            contents=[read_rank_file(path) for path in files if path.exists()],
         )
 
 
@@ -478,7 +478,7 @@ def test_a_module_is_run_as_python_runs_it_and_old_files_go(tmp_path):
     path = str(package / "train.py")
     assert done.out.startswith(f"{[path, '--steps', '9']} train.py __main__ package\n")
     assert {path.name for path in out.iterdir()} == {"rank-0.pt", "rank-x.pt", "notes.txt"}
-    content = torch.load(out / "rank-0.pt", weights_only=True)
+    content = read_rank_file(out / "rank-0.pt")
     assert content["metadata"]["command"] == ["package.train", "--steps", "9"]
     assert content["metadata"]["steps"] == 2
     for step in content["steps"]:
@@ -518,7 +518,7 @@ def test_the_kits_simple_fsdp_is_recorded_under_launch(tmp_path):
     command = RECORDER, "--output-dir", tmp_path / "out", ROOT / "simplefsdp_tp_train.py", *options
     done = launch(4, tmp_path / "logs", *command, "--output-dir", tmp_path / "results")
     assert done.status == 0, done.err + read_logs(tmp_path / "logs")
-    contents = [torch.load(tmp_path / "out" / f"rank-{rank}.pt", weights_only=True) for rank in range(4)]
+    contents = [read_rank_file(tmp_path / "out" / f"rank-{rank}.pt") for rank in range(4)]
     entry = contents[3]["steps"][2]["gradients"]["first"]
     assert entry["shape"] == (256, 128) and entry["placements"] == ("shard 1", "shard 0")
     assert names(contents[0]["steps"][0]) == ["(model)"]

@@ -12,7 +12,7 @@ from compare_training import main
 from training_comparison import ranks_of
 from training_recorded_comparison import compare_recordings
 from training_recorded_diagnosis import cause_of_recordings
-from training_recordings import Recording
+from training_recordings import Recording, read_rank_file, write_rank_file
 from training_tolerance import DEFAULTS
 
 PLANS = ROOT / "tests" / "tools" / "plans.py"
@@ -154,9 +154,9 @@ def copy_of(recorded, tmp_path, name, change):
     """Return a copy of a recording with change(content) applied to rank 1's file."""
     target = tmp_path / "changed"
     shutil.copytree(recorded / name, target)
-    content = torch.load(target / "rank-1.pt", weights_only=True)
+    content = read_rank_file(target / "rank-1.pt")
     change(content)
-    torch.save(content, target / "rank-1.pt")
+    write_rank_file(target / "rank-1.pt", **content)
     return target
 
 
@@ -217,11 +217,30 @@ def test_a_rank_whose_adam_steps_the_other_way(recorded, tmp_path, name, alarm):
         (lambda c: c["metadata"].update(format="other"), "its format is 'other'"),
         (lambda c: c["steps"].pop(), "it has not the 3 steps"),
         (lambda c: c["steps"][0].pop("losses"), "step 1 lacks one of"),
-        (lambda c: c.pop("steps"), "does not hold metadata and steps"),
     ],
 )
-def test_damaged_recordings_are_invalid_input(recorded, call, tmp_path, change, message):
+def test_wrong_recordings_are_invalid_input(recorded, call, tmp_path, change, message):
     changed = copy_of(recorded, tmp_path, "ddp-sgd", change)
+    done = call(main, "--reference-dir", recorded / "one-sgd", "--actual-dir", changed)
+    assert done.status == 2 and done.err.startswith("error: ") and message in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("steps"), "does not hold metadata and steps"),
+        (lambda c: c.update(steps=[]), "its steps are no text"),
+        (lambda c: c.update(steps=c["steps"][:-9]), "is damaged: "),
+        (lambda c: c.update(small={}), "is damaged: "),
+        (lambda c: c["small"].update(float64=c["small"]["float64"][:-1]), "is damaged: "),
+    ],
+)
+def test_damaged_files_are_invalid_input(recorded, call, tmp_path, change, message):
+    changed = tmp_path / "changed"
+    shutil.copytree(recorded / "ddp-sgd", changed)
+    content = torch.load(changed / "rank-1.pt", weights_only=True)
+    change(content)
+    torch.save(content, changed / "rank-1.pt")
     done = call(main, "--reference-dir", recorded / "one-sgd", "--actual-dir", changed)
     assert done.status == 2 and done.err.startswith("error: ") and message in done.err, done.err
 
@@ -243,8 +262,8 @@ def test_what_cannot_be_compared_is_invalid_input(recorded, call, tmp_path):
     assert done.status == 2 and "rank-3.pt is missing" in done.err
     sharded = copy_of(recorded, tmp_path, "ddp-sgd", lambda content: None)
     for rank in range(4):
-        content = torch.load(sharded / f"rank-{rank}.pt", weights_only=True)
+        content = read_rank_file(sharded / f"rank-{rank}.pt")
         content["steps"][0]["before"]["norm.bias"]["shape"] = (16,)
-        torch.save(content, sharded / f"rank-{rank}.pt")
+        write_rank_file(sharded / f"rank-{rank}.pt", **content)
     done = call(main, "--reference-dir", one, "--actual-dir", sharded)
     assert done.status == 2 and "norm.bias is (64,) in the reference, (16,)" in done.err
