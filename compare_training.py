@@ -59,22 +59,19 @@ def summarize(outcome: Outcome, runs: Runs, tolerance: Tolerance, cause: str | N
         "first": first_finding(outcome),
         "cause": cause,
         "oracle_errors": oracle_errors(outcome),
+        "notes": outcome.comparison.notes if outcome.comparison else [],
         **of_recordings(outcome, runs),
     }
 
 
 def of_recordings(outcome: Outcome, runs: Runs) -> dict:
-    """Return what is known of recordings alone: notes, the error on the way through the model, an element."""
+    """Return what is known of recordings alone: the error on the way through the model, an element."""
     if not isinstance(outcome.comparison, Divergence):
         return {}
     first = outcome.findings[0] if outcome.findings else None
     of_reference = first is not None and first.check == "reference"
     element = worst_element(first, runs["reference"], runs["actual"]) if of_reference else None
-    return {
-        "notes": outcome.comparison.notes,
-        "path": outcome.comparison.path,
-        "worst_element": element,
-    }
+    return {"path": outcome.comparison.path, "worst_element": element}
 
 
 def describe_run(run: Run | None) -> dict | None:
@@ -386,7 +383,7 @@ def compare(args: argparse.Namespace) -> int:
     print_errors(summary)
     print_oracle_errors(summary)
     print_invariants(summary)
-    for note in summary.get("notes", []):
+    for note in summary["notes"]:
         print(f"note: {note}")
     if outcome.findings:
         print_first(summary)

@@ -4,6 +4,7 @@ Hypotheses, one function each, and their helpers. training_evidence.py says what
 training_diagnosis.py in which order they are tried.
 """
 
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -348,6 +349,14 @@ def weight_decay(evidence: Evidence) -> str | None:
     )
 
 
+def other_optimizer(evidence: Evidence) -> str | None:
+    """Another class of optimizer has the parameter."""
+    job = evidence.metadata[evidence.rank]
+    if job.get("own_optimizer", job["optimizer"]) == job["optimizer"]:
+        return None
+    return f"the optimizer of {evidence.name} is {job['own_optimizer']}, the reference's {job['optimizer']}"
+
+
 # ---------------------------------------------------------------- updates: elements
 
 
@@ -364,7 +373,10 @@ def memory_changed(evidence: Evidence) -> str | None:
         return None
     eps = eps_of(evidence.actual(evidence.rank)[0]["parameters", evidence.name])
     # One element may have all of the rounding error, of which the norm only has a share.
-    strange = (update.delta - update.expected).abs() > 4 * eps * update.before.abs().max()
+    near = 4 * eps * update.before.abs().max()
+    if update.rule != SGD_RULE:  # Adam turns rounding of a gradient next to zero into a full step
+        near = near.clamp(min=4 * update.rate) if update.rate is not None else inf
+    strange = (update.delta - update.expected).abs() > near
     count = int(strange.sum())
     if not 0 < count * 1000 < strange.numel():
         return None
@@ -380,7 +392,7 @@ def memory_changed(evidence: Evidence) -> str | None:
 def like_adam(evidence: Evidence) -> str | None:
     """All elements move equally far, whatever their gradients."""
     update = wrong_update(evidence)
-    if update is None or update.delta.numel() == 1:
+    if update is None or update.delta.numel() == 1 or update.rule != SGD_RULE:
         return None
     size = update.delta.abs()
     if not size.std() < 0.1 * size.mean():

@@ -26,6 +26,24 @@ SAME_MEAN_LOSS = 1e-5  # relative difference of one mean, computed in two ways
 # ---------------------------------------------------------------- before training
 
 
+def separate(evidence: Evidence) -> str | None:
+    """One run has a parameter that the other may have tied to one of the same shape."""
+    tensors = {"actual": evidence.actual_tensor(), "reference": evidence.reference_tensor()}
+    if evidence.reference is None or None not in tensors.values():
+        return None
+    run, tensor = next((run, tensor) for run, tensor in tensors.items() if tensor is not None)
+    other = "reference" if run == "actual" else "actual"
+    alike = [
+        name
+        for name in evidence.names("parameters")
+        if name != evidence.name and evidence.actual_tensor(name=name).shape == tensor.shape
+    ]
+    return (
+        f"{evidence.name} is a parameter of its own in the {run} run only: in the {other} run it may be tied "
+        f"to {' or '.join(alike)}, of the same shape"
+    )
+
+
 def other_start(evidence: Evidence) -> str | None:
     """The whole tensor starts from other random values, on some ranks or on all."""
     correlations = []
@@ -290,6 +308,22 @@ def averaged_wrongly(evidence: Evidence) -> str | None:
     )
 
 
+def mean_of_means(evidence: Evidence) -> str | None:
+    """Replicas have other numbers of samples, and the global loss weighs them equally."""
+    pair, own_losses = evidence.pair(), evidence.own_losses()
+    outputs = [evidence.actual_tensor(rank, kind="outputs", name="output") for rank in evidence.replicas()]
+    if pair is None or own_losses is None or any(output is None or not output.dim() for output in outputs):
+        return None
+    rows = [len(output) for output in outputs]
+    weighted = sum(count * own_losses[replica] for replica, count in enumerate(rows)) / sum(rows)
+    if len(set(rows)) == 1 or not abs(weighted - pair[1].item()) <= SAME_MEAN_LOSS * abs(weighted):
+        return None
+    return (
+        f"mean of the replicas' means: they have {', '.join(map(str, rows))} samples, and weighted by these "
+        f"their losses give the reference, {weighted:.6g}"
+    )
+
+
 def other_target(evidence: Evidence) -> str | None:
     """The outputs agree, the loss does not."""
     losses, outputs = evidence.pair(), evidence.pair(kind="outputs", name="output")
@@ -298,6 +332,12 @@ def other_target(evidence: Evidence) -> str | None:
     loss_error, output_error = relative_error(*losses), relative_error(*outputs)
     if not output_error < 0.01 * loss_error:
         return None
+    gradients = [evidence.pair(kind="gradients", name=name) for name in evidence.names("gradients")]
+    if all(pair and relative_error(*pair) < 0.01 * loss_error for pair in gradients):
+        return (
+            f"the loss is off by {loss_error:.2%}, but the outputs and all gradients agree: another loss is "
+            "reported than the one of backward, such as a mean that weighs the ranks' tokens otherwise"
+        )
     return (
         f"the outputs agree to {output_error:.1e}, but the loss is off by {loss_error:.2%}: the target, or "
         "the loss function, is another"

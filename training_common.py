@@ -152,37 +152,40 @@ def train(
     parameters: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
     optimizer: torch.optim.Optimizer,
     steps: int,
-    train_step: Callable[[int], tuple[torch.Tensor | None, torch.Tensor | None]],
+    train_step: Callable[[int], tuple],
 ) -> list[dict]:
     """Train and return one record per step, every tensor in full and on the CPU.
 
     parameters: name -> parameter, for instance dict(model.named_parameters()), or only the parameters.
     train_step(step): runs forward and backward and returns this rank's output and loss, None for
-    what it does not have.
+    what it does not have; and where ranks' losses are means over other numbers of tokens, this number.
     A record holds "output", "loss" and "local_loss" (floats, equal until average_losses is called),
-    and by parameter name "gradients", "parameters" (after the optimizer's step) and "deltas". The first
-    one also holds "initial", the parameters before training. Frozen parameters (requires_grad=False)
-    are recorded under "parameters" and "initial" only.
+    "weight" (the number of tokens, or 1), and by parameter name "gradients", "parameters" (after the
+    optimizer's step), "deltas" and "optimizer", which is (class, learning rate). The first one also holds
+    "initial", the parameters before training. A parameter without a gradient, because it is frozen or
+    nothing used it in this step, has none of "gradients" and "deltas".
 
     On purpose, three things differ from the tutorial's train. Records are dictionaries by name, so that a
     finding names its parameter; from a list the names are "0", "1" and so on. Each rank returns its own
-    loss, and average_losses reduces all steps' at once. Frozen parameters need no gradient.
+    loss, and average_losses reduces all steps' at once. Not every parameter needs a gradient.
 
-    Raises ValueError for fewer than one step, RuntimeError if a parameter got no gradient or no
-    parameter changed: nothing was trained then, and there would be nothing to compare.
+    Raises ValueError for fewer than one step, RuntimeError if no parameter got a gradient or none
+    changed: nothing was trained then, and there would be nothing to compare.
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}; use at least one training step")
     if not isinstance(parameters, Mapping):
         parameters = {str(index): parameter for index, parameter in enumerate(parameters)}
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     updated = initial = dict(zip(parameters, full_cpu_list(parameters.values()), strict=True))
     records = []
     for step in range(steps):
         before = updated
         optimizer.zero_grad()
-        output, loss = train_step(step)
-        _check_gradients(trained, step)
+        output, loss, *weight = train_step(step)
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
+        if not trained:
+            raise RuntimeError(f"step {step + 1}: no gradient reached any parameter; does the loss use them?")
+        settings = _describe_optimizer(optimizer, trained)
         # Copied before the step, because an optimizer may change gradients in place.
         gradients = [parameter.grad.detach().clone() for parameter in trained.values()]
         optimizer.step()
@@ -197,9 +200,11 @@ def train(
                 "output": None if output is None else full_cpu(output),
                 "loss": loss,
                 "local_loss": loss,
+                "weight": float(weight[0]) if weight else 1.0,
                 "gradients": dict(zip(trained, full[: len(gradients)], strict=True)),
                 "parameters": updated,
                 "deltas": deltas,
+                "optimizer": settings,
             }
         )
         print_line(f"step={step + 1}/{steps} training=completed")
@@ -207,26 +212,34 @@ def train(
     return records
 
 
-def _check_gradients(trained: Mapping[str, torch.Tensor], step: int) -> None:
-    missing = [name for name, parameter in trained.items() if parameter.grad is None]
-    if missing:
-        raise RuntimeError(
-            f"step {step + 1}: no gradient reached parameter {missing[0]}; if it is not to be "
-            "trained, set its requires_grad to False"
-        )
+def _describe_optimizer(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[str, float]]:
+    # By parameter its optimizer's class and learning rate; "SGD" is the plain one, without momentum.
+    names = {id(parameter): name for name, parameter in trained.items()}
+    found = {}
+    for group in optimizer.param_groups:
+        kind = type(optimizer).__name__
+        more = [key for key in ("momentum", "weight_decay", "maximize") if group.get(key)]
+        kind = f"{kind} with {', '.join(more)}" if kind == "SGD" and more else kind
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                found[names[id(parameter)]] = kind, float(group["lr"])
+    return found
 
 
 def average_losses(records: list[dict], device: torch.device, group=None) -> None:
-    """Replace each record's "loss" by its mean over the ranks of a group (default: all ranks).
+    """Replace each record's "loss" by its mean over the ranks of a group (default: all), by their weights.
 
     The losses of all steps travel in one all-reduce after training, not in one per step. A rank without
     a loss (None) stays so, and the others' mean is NaN: give the group of the ranks that have one.
     """
     local = [record["local_loss"] for record in records]
-    losses = torch.tensor([float("nan") if loss is None else loss for loss in local], device=device)
-    dist.all_reduce(losses, group=group)
-    losses /= dist.get_world_size(group)
-    for record, loss in zip(records, losses.tolist(), strict=True):
+    losses = [float("nan") if loss is None else loss for loss in local]
+    weights = torch.tensor([record.get("weight", 1.0) for record in records], device=device)
+    total = torch.stack([torch.tensor(losses, device=device) * weights, weights])
+    dist.all_reduce(total, group=group)
+    for record, loss in zip(records, (total[0] / total[1]).tolist(), strict=True):
         record["loss"] = None if record["local_loss"] is None else loss
 
 
@@ -499,8 +512,9 @@ def save_results(
     """Write this rank's records to <output-dir>/rank-<rank>.pt: plain CPU tensors and metadata.
 
     Without degrees and ranks of a mesh, every rank is a data-parallel replica.
-    optimizer "SGD" states that an update is -learning_rate times the gradient, which the comparison
-    then checks. Name any other optimizer, or SGD with momentum or weight decay, differently.
+    learning_rate and optimizer tell one job from another. Which optimizer updated a parameter, and with
+    which rate, is in each step's record, as train() reads it. Records of another loop may lack it: then
+    "SGD" states that each update is -learning_rate times the gradient, which the comparison checks.
     The file loads with torch.load(path, weights_only=True). Rank 0's gets its name after all others:
     a directory with a rank-0.pt is a finished run.
     """

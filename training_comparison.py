@@ -22,26 +22,34 @@ from training_records import (
     Steps,
     Tensors,
     check_same_parameters,
+    may_be_tied,
+    optimizer_of,
     place_of,
     slacks_of,
 )
 from training_tolerance import (
     DEFAULTS,
-    NEGLIGIBLE,
     NOTHING_MORE,
     Allowance,
     Result,
     Tolerance,
+    adaptive_slacks,
     allow_movement,
     allow_rounding_of,
+    allow_share,
     allow_slack,
     compare_tensor,
     eps_of,
     largest,
     mismatch,
     other_type,
+    relative_error,
+    share_of_rounding,
     unit_of,
+    wide,
 )
+
+SAME_SAMPLE = 1e-3  # norm of the difference of two outputs of one sample, over its norm
 
 
 class Comparison:
@@ -50,19 +58,27 @@ class Comparison:
     def __init__(self, tolerance: Tolerance, any_type: bool) -> None:
         """any_type: the reference may be of other dtypes, as the oracle's float64 is."""
         self.tolerance, self.any_type = tolerance, any_type
+        self.notes: list[str] = []  # what is to be known, and no mistake
         self.findings: list[Finding] = []
         self.results: dict[Key, list[tuple[int, int, Result]]] = defaultdict(list)  # (rank, step, result)
         self.scores: list[list[float]] = []  # by rank and step: worst error as a share of what is allowed
         # The first pair at each place, with its result: most ranks have the same two tensors again.
         self._known: dict[Place, tuple[torch.Tensor | None, torch.Tensor | None, Result]] = {}
 
-    def add(self, metadata: dict, reference: Steps, actual: Steps, slacks: list[Tensors]) -> None:
-        """Compare a rank. slacks: by step, what the oracle allows in addition (see oracle_train.py)."""
+    def add(
+        self,
+        metadata: dict,
+        reference: Steps,
+        actual: Steps,
+        slacks: list[Tensors],
+        drifts: list[float] | None = None,
+    ) -> None:
+        """Compare a rank. slacks, drifts: by step, what is allowed in addition, see all_slacks."""
         rank, replica = metadata["rank"], metadata["dp_rank"]
         self.scores.append([])
-        unit = unit_of(actual, trusted=None if self.any_type else reference)
+        unit = unit_of(actual, reference)
         for step, slack in enumerate(slacks):
-            worst = 0.0
+            worst, drift = 0.0, drifts[step] if drifts else 0.0
             for key in reference[step] | actual[step]:
                 pair = actual[step].get(key), reference[step].get(key)
                 place = place_of(step, key, replica)
@@ -71,6 +87,8 @@ class Comparison:
                     result = known[2]
                 else:
                     on_top = allowance_of(key, reference[step], reference[0], slack, unit, pair)
+                    if drift and key[0] in ("outputs", "gradients") and pair[1] is not None:
+                        on_top = allow_share(on_top, pair[1], drift)
                     result = self._compare(key, *pair, unit, on_top)
                     self._known.setdefault(place, (*pair, result))
                 self.results[key].append((rank, step, result))
@@ -99,6 +117,8 @@ class Comparison:
             why = "the parameter is frozen there, or left out"
             if key in (OUTPUT, LOSS):
                 why = "the script returned none"
+            elif key[0] == "parameters":
+                why = "tied to another parameter there, or left out"
             return mismatch(f": there is none in the {run} run: {why}")
         if not self.any_type and (problem := other_type(actual, reference)):
             return mismatch(problem)
@@ -133,8 +153,24 @@ def allowance_of(
     if kind == "parameters":
         on_top = allow_movement(reference, initial[key], unit if eps else 0.0)  # whole numbers must be equal
     # A parameter as small as a negligible delta is made of such deltas.
-    floor = NEGLIGIBLE * largest(references, "gradients" if kind == "gradients" else "deltas")
+    floor = share_of_rounding(unit) * largest(references, "gradients" if kind == "gradients" else "deltas")
     return allow_slack(on_top._replace(floor=floor), slack.get(key))
+
+
+def all_slacks(
+    reference: Run, oracle: Run | None, steps: dict[str, Steps]
+) -> tuple[list[Tensors], list[float]]:
+    """Return by step what is allowed in addition of each element: by the oracle, and of Adam's updates.
+
+    Also by which share outputs and gradients may differ. steps: of the first rank, by run.
+    """
+    whole = oracle or (reference if reference.whole else None)
+    pair = steps["reference"], steps["actual"]
+    slacks, drifts = adaptive_slacks(reference.first, *pair, unit_of(*reversed(pair)))
+    for slack, of_oracle in zip(slacks, slacks_of(whole.first) if whole else [], strict=False):
+        for key, tensor in of_oracle.items():
+            slack[key] = slack.get(key, 0.0) + tensor
+    return slacks, drifts
 
 
 class Outcome(NamedTuple):
@@ -160,8 +196,10 @@ def compare_runs(
         checks.append(InvariantChecks("reference", reference.metadata, tolerance))
     comparison = Comparison(tolerance, any_type=reference.whole) if reference else None
     against_oracle = [Comparison(tolerance, any_type=True) for _ in range(2)] if oracle else []
-    whole = oracle or (reference if reference and reference.whole else None)
-    slacks = slacks_of(whole.first) if whole else [{}] * (actual.metadata["steps"] + 1)
+    slacks, drifts = [], []
+    if reference and (note := deal(reference, actual)):
+        comparison.notes.append(note)
+        checks[0].uneven = True
     losses = [{} for _ in range(actual.metadata["steps"])]
     order: dict[Key, int] = {}
     for rank in range(actual.world_size):
@@ -172,16 +210,18 @@ def compare_runs(
         checks[0].add(content, steps["actual"])
         if reference:
             steps["reference"] = reference.steps(rank, metadata)
-            check_same_parameters(
-                steps["reference"], steps["actual"], ("the reference", f"rank {rank} of the actual run")
-            )
+            names = "the reference", f"rank {rank} of the actual run"
+            pair = steps["reference"], steps["actual"]
+            check_same_parameters(*pair, names, may_be_tied(*pair))
             check_reference_rank(checks[1], reference, metadata, steps["reference"])
-            comparison.add(metadata, steps["reference"], steps["actual"], slacks)
+            if rank == 0:
+                slacks, drifts = all_slacks(reference, oracle, steps)
+            comparison.add(metadata, steps["reference"], steps["actual"], slacks, drifts)
         if oracle:
             steps["oracle"] = oracle.steps(rank, metadata)
             check_same_parameters(steps["oracle"], steps["actual"], ("the oracle", f"rank {rank}"))
             for one, name in zip(against_oracle, ("reference", "actual"), strict=True):
-                one.add(metadata, steps["oracle"], steps[name], slacks)
+                one.add(metadata, steps["oracle"], steps[name], slacks, drifts)
         if rank == 0:
             order = {key: place for place, key in enumerate(steps.get("reference", steps["actual"])[1])}
             for name, of_run in steps.items():
@@ -189,9 +229,89 @@ def compare_runs(
                     losses[step][name] = tensors[LOSS].item() if LOSS in tensors else None
     progress("")
     check_replicas(checks[0], actual)
-    findings = [finding for check in checks for finding in check.finish()]
+    # Unused in both runs is no mistake. With one run nobody knows.
+    unused = checks[0].unused & checks[1].unused if reference else set()
+    findings = [finding for check in checks for finding in check.finish(unused)]
     findings += comparison.findings if comparison else []
     return Outcome(comparison, checks, against_oracle, losses, in_causal_order(findings, order))
+
+
+def deal(reference: Run, actual: Run) -> str | None:
+    """Deal the samples of a whole reference to replicas as the actual run did; return how, in words.
+
+    Equal slices in the order of the batch need nothing, and are not looked for any further. Otherwise each
+    sample is known by its output: a sampler may deal them in turn, replicas may have other numbers of
+    them, the batch may be the second dimension. Without a sample for each nothing is dealt.
+    """
+    replicas = actual.metadata["dp_degree"]
+    if not reference.whole or replicas == 1 or in_equal_slices(reference, actual):
+        return None
+    outputs: dict[int, list[torch.Tensor | None]] = {}  # by replica, of each step
+    for rank in range(actual.world_size):
+        content = actual.rank(rank)
+        if content["metadata"]["dp_rank"] not in outputs:
+            outputs[content["metadata"]["dp_rank"]] = [record["output"] for record in content["records"]]
+    if len(outputs) < replicas:
+        return None
+    found = []
+    for step, record in enumerate(reference.first["records"], start=1):
+        parts = [outputs[replica][step - 1] for replica in sorted(outputs)]
+        dealt = deal_output(record["output"], parts)
+        if dealt:
+            reference.dealt[step], rows = dealt
+            found.append(rows)
+    if not found:
+        return None
+    first = found[0]
+    order = [sample for samples in first for sample in samples]
+    if order == sorted(order):
+        sizes = ", ".join(str(len(samples)) for samples in first)
+        return f"the replicas have {sizes} of the reference's samples, in its order"
+    shown = ", ".join(map(str, first[0][:4])) + (", ..." if len(first[0]) > 4 else "")
+    return f"the replicas have the reference's samples in another order: replica 0 has {shown} in step 1"
+
+
+def in_equal_slices(reference: Run, actual: Run) -> bool:
+    """Say whether rank 0 has the first of equal slices of each batch, as its first output tells."""
+    replicas = actual.metadata["dp_degree"]
+    pairs = [
+        [record["output"] for record in step]
+        for step in zip(reference.first["records"], actual.first["records"], strict=True)
+    ]
+    pairs = [(whole, own) for whole, own in pairs if whole is not None and own is not None and own.dim()]
+    if any(whole.shape != (len(own) * replicas, *own.shape[1:]) for whole, own in pairs):
+        return False
+    whole, own = pairs[0] if pairs else (torch.ones(1), torch.ones(1))
+    return relative_error(own, whole[: len(own)]) < SAME_SAMPLE
+
+
+def deal_output(
+    whole: torch.Tensor | None, parts: list[torch.Tensor | None]
+) -> tuple[list[torch.Tensor], list[list[int]]] | None:
+    """Return for each replica the samples of the whole output that it has, and which these are.
+
+    None unless each sample of the whole is one of one replica.
+    """
+    if whole is None or any(part is None or part.dim() != whole.dim() or not part.dim() for part in parts):
+        return None
+    dims = [dim for dim in range(whole.dim()) if sum(part.shape[dim] for part in parts) == whole.shape[dim]]
+    for dim in dims:
+        others = [part.shape[:dim] + part.shape[dim + 1 :] for part in (whole, *parts)]
+        if len(set(others)) > 1:
+            continue
+        theirs = wide(whole.movedim(dim, 0)).flatten(1)
+        ours = torch.cat([wide(part.movedim(dim, 0)).flatten(1) for part in parts])
+        near = torch.cdist(ours, theirs) <= SAME_SAMPLE * theirs.norm(dim=1)
+        free, rows = set(range(len(theirs))), []
+        for row in near:
+            fitting = [place for place in row.nonzero().flatten().tolist() if place in free]
+            rows += fitting[:1]
+            free -= set(fitting[:1])
+        if free:
+            continue
+        by_replica = [part.tolist() for part in torch.tensor(rows).split([p.shape[dim] for p in parts])]
+        return [whole.index_select(dim, torch.tensor(part)) for part in by_replica], by_replica
+    return None
 
 
 def check_reference_rank(checks: InvariantChecks, reference: Run, like: dict, steps: Steps) -> None:
@@ -252,13 +372,23 @@ def cause_of(outcome: Outcome, reference: Run | None, actual: Run) -> str | None
         return steps
 
     first = outcome.findings[0]
+
+    def metadata(rank: int) -> dict:
+        # The optimizer is that which should have updated this tensor; "own_optimizer" is what the rank had.
+        right = reference if reference and first.check == "reference" else actual
+        own, (kind, rate) = (
+            optimizer_of(run.rank(rank), max(first.step, 1), first.name) for run in (actual, right)
+        )
+        of_rank = actual.rank(rank)["metadata"]
+        return {**of_rank, "optimizer": kind, "learning_rate": rate, "own_optimizer": own[0]}
+
     try:
         return find_cause(
             (first.step, first.kind, first.name),
             ranks_of(first, outcome.findings),
             steps_by_rank(actual),
             steps_by_rank(reference) if reference else None,
-            [actual.rank(rank)["metadata"] for rank in range(actual.world_size)],
+            [metadata(rank) for rank in range(actual.world_size)],
             [losses for _, losses in outcome.checks[0].losses],
             invariant=first.check != "reference",
         )

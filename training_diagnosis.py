@@ -18,6 +18,7 @@ from training_records import Steps
 
 START = [
     general.not_finite,
+    forward.separate,
     general.transposed,
     general.shards,
     forward.other_start,
@@ -52,6 +53,7 @@ LOSSES = [
     general.scaled_by_own_factors,
     general.scaled,
     forward.averaged_wrongly,
+    forward.mean_of_means,
     forward.other_target,
 ]
 GRADIENTS = [
@@ -79,6 +81,7 @@ UPDATES = [
     backward.stale_gradient,
     backward.momentum,
     backward.weight_decay,
+    backward.other_optimizer,
     backward.memory_changed,
     backward.like_adam,
 ]

@@ -184,6 +184,9 @@ def known_factor(evidence: Evidence, factor: float, all_tensors: bool = True) ->
     """
     known = reduction_factors(evidence)
     if all_tensors:
+        dp = evidence.metadata[0]["dp_degree"]
+        if evidence.kind == "gradients" and "microbatches" not in evidence.metadata[0]:
+            known.append((dp, f"not divided by {dp} microbatches"))
         if evidence.kind not in ("outputs", "losses"):
             known += [(2, "applied or accumulated twice"), (-1, "of the wrong sign")]
         known += mean_factors(evidence)

@@ -6,20 +6,35 @@ from operator import is_ as is_same
 
 import torch
 
-from training_records import LOSS, OUTPUT, Finding, Key, Place, Steps, check_same_parameters, place_of
+from training_records import (
+    LOSS,
+    OUTPUT,
+    Finding,
+    Key,
+    Place,
+    Steps,
+    Tensors,
+    check_same_parameters,
+    optimizer_of,
+    place_of,
+)
 from training_tolerance import (
     DEFAULTS,
     NEGLIGIBLE,
     NORM_EPS,
     NOTHING_MORE,
     Tolerance,
+    adaptive_slacks,
     allow_rounding_of,
+    allow_slack,
     compare_tensor,
     eps_of,
+    floor_of,
     largest,
     not_finite,
     other_type,
     position,
+    share_of_rounding,
     unit_of,
     wide,
 )
@@ -47,12 +62,19 @@ class InvariantChecks:
     def __init__(self, run: str, metadata: dict, tolerance: Tolerance = DEFAULTS) -> None:
         """run: what it is called in findings, actual or reference."""
         self.run, self.metadata, self.tolerance, self.texts = run, metadata, tolerance, INVARIANTS
+        self.uneven = False  # whether replicas may have other numbers of samples
         self.checked = dict.fromkeys(INVARIANTS, 0)
         self.findings: list[Finding] = []
-        # By rank: its replica, and of each step the global loss and the rank's own.
+        # By rank: its replica, and of each step the global loss and the rank's own; and its weights.
         self.losses: list[tuple[int, list[tuple[float | None, float | None]]]] = []
+        self._weights: list[list[float]] = []
         self._rank_0: Steps = []
         self._unit = 0.0
+        self._content_0: dict = {}
+        # Of the rank that is being checked; and by step, what Adam may make of rounding on it.
+        self._content: dict = {}
+        self._steps: Steps = []
+        self._slacks: list[Tensors] = []
         self._first_ranks: dict[int, int] = {}  # by replica
         self._firsts: dict[Place, torch.Tensor] = {}
         self._not_finite: dict[Place, str] = {}  # the message about a first tensor that is not finite
@@ -68,9 +90,11 @@ class InvariantChecks:
         """Check one rank. Raises InputError if its parameters are other ones than rank 0's."""
         metadata, records = content["metadata"], content["records"]
         rank, replica = metadata["rank"], metadata["dp_rank"]
+        self._content, self._steps, self._slacks = content, steps, []
         self.losses.append((replica, [(record["loss"], record["local_loss"]) for record in records]))
+        self._weights.append([record.get("weight", 1.0) for record in records])
         if rank == 0:
-            self._rank_0, self._unit = steps, unit_of(steps, steps)
+            self._rank_0, self._content_0, self._unit = steps, content, unit_of(steps, steps)
         else:
             check_same_parameters(self._rank_0, steps, (f"rank 0 of the {self.run} run", f"rank {rank}"))
         if replica not in self._first_ranks:
@@ -85,11 +109,18 @@ class InvariantChecks:
             if step:
                 self._check_updates(step, rank, steps)
 
-    def finish(self) -> list[Finding]:
-        """Check what takes all ranks, and return everything found."""
+    @property
+    def unused(self) -> set[str]:
+        """The parameters whose gradient is zero at every step, as that of an expert without a token."""
+        zero = {name for ((kind, name), _), any_ in self._nonzero.items() if kind == "gradients" and not any_}
+        plain = {name for name in zero if optimizer_of(self._content, 1, name)[0] == "SGD"}
+        return {name for name in zero if name not in plain or not self._nonzero.get((("deltas", name), None))}
+
+    def finish(self, unused: set[str] = frozenset()) -> list[Finding]:
+        """Check what takes all ranks, and return everything found. unused: parameters that may be so."""
         for step in range(1, len(self._rank_0)):
             self._check_losses(step)
-        self._check_nonzero()
+        self._check_nonzero(unused)
         return self.findings
 
     def _name(self, check: str) -> str:
@@ -144,11 +175,18 @@ class InvariantChecks:
         if kind == "deltas":
             on_top = allow_rounding_of(self._rank_0[step]["parameters", name], eps_of(tensor, first))
         if kind in ("gradients", "deltas"):
-            on_top = on_top._replace(floor=NEGLIGIBLE * largest(self._rank_0[step], kind))
+            on_top = on_top._replace(floor=share_of_rounding(self._unit) * largest(self._rank_0[step], kind))
+        if kind in ("parameters", "deltas"):
+            on_top = allow_slack(on_top, self._slack_of(step, key))
         names = "an earlier rank", "this rank"
         result = compare_tensor(tensor, first, self.tolerance, self._unit, on_top, names)
         if not result.passed:
             self._fail(step, key, rank, check, result.message)
+
+    def _slack_of(self, step: int, key: Key) -> torch.Tensor | None:
+        if not self._slacks:
+            self._slacks, _ = adaptive_slacks(self._content_0, self._rank_0, self._steps, self._unit)
+        return self._slacks[step].get(key)
 
     # ------------------------------------------------------------ the update of a step
 
@@ -171,8 +209,9 @@ class InvariantChecks:
         broken = {}
         if all(not_finite(wide(tensor)) is None for tensor in (before, after, delta, gradient)):
             expected = {"update": wide(after) - wide(before)}
-            if self.metadata["optimizer"] == "SGD":
-                expected["sgd"] = -self.metadata["learning_rate"] * wide(gradient)
+            optimizer, rate = optimizer_of(self._content, step, name)
+            if optimizer == "SGD":
+                expected["sgd"] = -rate * wide(gradient)
             for check, value in expected.items():
                 self.checked[check] += 1
                 # One subtraction and one product: no tolerance that was given for the runs applies.
@@ -204,7 +243,7 @@ class InvariantChecks:
                 continue
             self.checked["outputs"] += len(others)
             message = None
-            if others and others[0] is not None and output.shape != others[0].shape:
+            if others and others[0] is not None and output.shape != others[0].shape and not self.uneven:
                 replica = next(iter(self._first_ranks))
                 shapes = f"{list(output.shape)}, replica {replica}'s {list(others[0].shape)}"
                 message = f": its shape is {shapes}"
@@ -220,16 +259,18 @@ class InvariantChecks:
 
     def _check_losses(self, step: int) -> None:
         of_ranks = [(replica, *losses[step - 1]) for replica, losses in self.losses]
-        own = defaultdict(list)  # by replica
+        own, weights = defaultdict(list), {}  # by replica
         for rank, (replica, _, own_loss) in enumerate(of_ranks):
             if own_loss is None:
                 continue
             own[replica].append(own_loss)
+            weights[replica] = self._weights[rank][step - 1]
             if not isfinite(own_loss):
                 self._fail(step, LOSS, rank, "finite", f": the rank's own loss is {own_loss}")
         if len(own) < len(self._first_ranks):
             return  # a replica returned no loss, and the mean over all is not known
-        mean = sum(sum(values) / len(values) for values in own.values()) / len(own)
+        mean = sum(weights[replica] * sum(values) / len(values) for replica, values in own.items())
+        mean /= sum(weights.values())
         allowed = NORM_EPS * max(self._unit, torch.finfo(torch.float32).eps) * abs(mean)
         for rank, (_, loss, own_loss) in enumerate(of_ranks):
             if loss is None or own_loss is None:
@@ -239,12 +280,15 @@ class InvariantChecks:
                 means = f"the mean of the {len(own)} replicas' own losses is {mean:.9g}"
                 self._fail(step, LOSS, rank, "loss", f": it is {loss:.9g}, {means}")
 
-    def _check_nonzero(self) -> None:
+    def _check_nonzero(self, unused: set[str]) -> None:
         for (key, replica), nonzero in self._nonzero.items():
             self.checked["nonzero"] += 1
-            frozen = key[0] == "parameters" and ("gradients", key[1]) not in self._rank_0[1]
-            if nonzero or frozen:
+            kind, name = key
+            frozen = kind == "parameters" and ("gradients", name) not in self._rank_0[1]
+            if nonzero or frozen or (kind in ("gradients", "deltas") and name in unused):
                 continue
+            if kind == "deltas" and self._is_rounding(name):
+                continue  # an update below the parameter's own rounding
             for rank, (of_rank, _) in enumerate(self.losses):
                 if replica is None or replica == of_rank:
                     message = ": all zero at every step, nothing is compared"
@@ -254,6 +298,14 @@ class InvariantChecks:
             if not any(wide(tensor).any() for tensor in gradients.values()):
                 first = next(iter(gradients))
                 self._fail(step, first, 0, "nonzero", ": all gradients of this step are zero")
+
+    def _is_rounding(self, name: str) -> bool:
+        # A gradient that is zero but for rounding, such as that of a key's bias.
+        for tensors in self._rank_0[1:]:
+            gradient = tensors.get(("gradients", name))
+            if gradient is not None and wide(gradient).abs().max() > floor_of(tensors, self._unit):
+                return False
+        return True
 
 
 def update_of(steps: Steps, step: int, name: str) -> tuple[torch.Tensor | None, ...]:

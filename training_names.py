@@ -13,17 +13,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from training_common import InputError
+from training_records import without_wrappers
 from training_sketches import local_shard
 
-# What wrappers put into the names of modules and parameters.
-WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
 PARAMETRIZED = re.compile(r"\bparametrizations\.(\w+)\.original\d*$")
 AROUND_A_MODEL = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
 def clean(name: str) -> str:
     """Return the name of a module or parameter without what wrappers inside a model add to it."""
-    return PARAMETRIZED.sub(r"\1", WRAPPERS.sub("", name)).rstrip(".")
+    return PARAMETRIZED.sub(r"\1", without_wrappers(name)).rstrip(".")
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -4,10 +4,10 @@ from collections import defaultdict
 
 import torch
 
-from training_recorded_tolerance import LINEAR, adaptive_allowance, floor_of, judge_whole
+from training_recorded_tolerance import adaptive_allowance, floor_of, judge_whole
 from training_recordings import Recording, Whole, rates_of
 from training_records import Finding, Key, ranges
-from training_tolerance import NORM_EPS
+from training_tolerance import LINEAR, NORM_EPS
 
 CHECKS = {
     "finite": "no value is NaN or infinite",

@@ -14,10 +14,8 @@ from training_comparison import Outcome, in_causal_order
 from training_recorded_checks import check_recording
 from training_recorded_samples import Rows, activations_of, judge_rows, matched_keys, rows_of_modules
 from training_recorded_tolerance import (
-    LINEAR,
     Drift,
     adaptive_allowance,
-    bound_of,
     distance,
     floor_of,
     judge,
@@ -37,7 +35,7 @@ from training_recordings import (
     unit_of,
 )
 from training_records import LOSS, Finding, Key, ranges
-from training_tolerance import NORM_EPS, Result, Tolerance, mismatch
+from training_tolerance import LINEAR, NORM_EPS, Result, Tolerance, bound_of, mismatch
 
 SAMPLES = ("inputs", "samples")
 KINDS = ("inputs", "activations", "losses", "gradients", "parameters", "buffers")

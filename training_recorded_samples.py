@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from training_recorded_tolerance import Drift, bound_of, judge
+from training_recorded_tolerance import Drift, judge
 from training_recordings import Recording, shard_group
 from training_records import Key
 from training_sketches import fold
-from training_tolerance import NORM_EPS, Result, mismatch
+from training_tolerance import NORM_EPS, Result, bound_of, mismatch
 
 CHOSEN = "of rows that the module takes out of the batch, as an expert does"
 

@@ -13,15 +13,7 @@ from math import inf, prod
 import torch
 
 from training_recordings import Whole
-from training_tolerance import NEGLIGIBLE, NORM_EPS, Result, mismatch
-
-# Optimizers whose update is proportional to the gradient. Any other may turn a gradient that is zero but
-# for rounding into a full step.
-LINEAR = ("SGD", "ASGD")
-DRIFT_FACTOR, DRIFT_EPS = 6, 1024  # see Drift.of_all
-# In types with few digits, such as bfloat16, where 16 eps are 12.5 %. Clean runs stay below 0.4 eps, but for
-# vectors: the gradient of a norm's bias, which some kernels add up in bfloat16, has been off by 12.
-COARSE, COARSE_NORM_EPS = 2.0**-20, 2.0
+from training_tolerance import NORM_EPS, Result, bound_of, drift_share, mismatch, share_of_rounding
 
 # ---------------------------------------------------------------- one tensor against another
 
@@ -29,13 +21,6 @@ COARSE, COARSE_NORM_EPS = 2.0**-20, 2.0
 def distance(one: Whole, other: Whole) -> float:
     """Return the norm of the difference of two tensors, as their sketches estimate it."""
     return (one.sketch - other.sketch).norm().item()
-
-
-def bound_of(eps: float, dimensions: int, norm_eps: float | None) -> float:
-    """Return the number of eps that is allowed, if --norm-eps sets none."""
-    if norm_eps is not None:
-        return norm_eps
-    return COARSE_NORM_EPS if eps > COARSE and dimensions > 1 else NORM_EPS
 
 
 def judge(
@@ -115,18 +100,10 @@ class Drift:
     def of_all(self, norm: float, eps: float) -> float:
         """Return what the parameters of all modules together allow of any activation or gradient.
 
-        One element of a weight that Adam moved otherwise, because its gradient was next to zero, has been
-        seen to change gradients by 3.5 times the share by which the weight differs. Parameters without a
-        gradient do not change the loss and do not count. More than DRIFT_EPS would hide mistakes.
+        Parameters without a gradient do not change the loss and do not count.
         """
-        by_module: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for parameter, (difference, own_norm, _) in self.measured.items():
-            if parameter not in self.silent:
-                squares = by_module[parameter.rpartition(".")[0]]
-                squares[0] += difference**2
-                squares[1] += own_norm**2
-        share = sum(difference / own for difference, own in by_module.values() if own) ** 0.5
-        return min(DRIFT_FACTOR * share, DRIFT_EPS * eps) * norm
+        counted = {name: seen[:2] for name, seen in self.measured.items() if name not in self.silent}
+        return drift_share(counted, eps) * norm
 
 
 def adaptive_allowance(
@@ -163,10 +140,5 @@ def scale_of_rounding(name: str, gradients: dict[str, Whole]) -> float:
 
 
 def floor_of(gradients: dict[str, Whole], eps: float) -> float:
-    """Return the magnitude below which a gradient of this step is zero but for rounding.
-
-    In bfloat16 the gradient of the keys' biases, which is zero, was 5e-5 of the largest, and the smallest of
-    any other parameter 3e-3.
-    """
-    share = eps / 16 if eps > COARSE else NEGLIGIBLE
-    return share * max((whole.largest for whole in gradients.values()), default=0.0)
+    """Return the magnitude below which a gradient of this step is zero but for rounding."""
+    return share_of_rounding(eps) * max((whole.largest for whole in gradients.values()), default=0.0)

@@ -22,9 +22,11 @@ torch.load(path, weights_only=True) returns it:
                 "output": Tensor(128, 128),         # of this rank's samples
                 "loss": 0.754203,                   # the mean over the replicas
                 "local_loss": 0.751905,             # this rank's own
+                "weight": 1.0,                      # its weight in the mean, such as a number of tokens
                 "gradients": {"0.weight": Tensor(256, 128), ...},   # as the optimizer got them
                 "parameters": {"0.weight": Tensor(256, 128), ...},  # after the optimizer's step
                 "deltas": {"0.weight": Tensor(256, 128), ...},      # parameters after minus before
+                "optimizer": {"0.weight": ("SGD", 0.01), ...},      # class and learning rate of this step
                 "slack": {"0.weight": Tensor(256, 128), ...},       # of oracle_train.py alone: see train_step
             },
             ...
@@ -32,9 +34,10 @@ torch.load(path, weights_only=True) returns it:
     }
 
 Every tensor is whole, on the CPU, and of the dtype that the run computed it in. "output", "loss" and
-"local_loss" are None if the script returned none. Frozen parameters are in "initial" and "parameters"
-only. training_common.py writes these files. Whoever reads them gets `Steps`: what is compared and what
-is checked goes through these, by kind and name, and knows nothing of the layout above.
+"local_loss" are None if the script returned none. Parameters without a gradient are in "initial" and
+"parameters" only. Class "SGD" is the plain one, without momentum or weight decay; a loop other than train()
+may have no "optimizer". training_common.py writes these files. Whoever reads them gets `Steps`: what is
+compared and what is checked goes through these, by kind and name, and knows nothing of the layout above.
 """
 
 import re
@@ -60,6 +63,9 @@ KINDS = ("outputs", "losses", "gradients", "parameters", "deltas")
 PARAMETER_KINDS = ("gradients", "parameters", "deltas")  # one tensor for each parameter, by its name
 OUTPUT = ("outputs", "output")
 LOSS = ("losses", "global loss")
+
+# What wrappers put into the names of modules and parameters.
+WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)")
 
 Key = tuple[str, str]  # kind and name of a tensor
 Place = tuple[int, Key, int | None]  # step, key and, for an output, the replica: see place_of
@@ -97,6 +103,11 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
 
 
+def without_wrappers(name: str) -> str:
+    """Return the name of a module or parameter without what wrappers inside a model add to it."""
+    return WRAPPERS.sub("", name)
+
+
 # ---------------------------------------------------------------- from a file to Steps
 
 
@@ -122,6 +133,12 @@ def tensors_of(record: dict) -> Tensors:
         for name, tensor in record[kind].items():
             tensors[kind, name] = tensor
     return tensors
+
+
+def optimizer_of(content: dict, step: int, name: str) -> tuple[str, float | None]:
+    """Return the class and the learning rate of the optimizer that updated a parameter in a step from 1."""
+    metadata, recorded = content["metadata"], content["records"][step - 1].get("optimizer", {})
+    return recorded.get(name, (metadata["optimizer"], metadata["learning_rate"]))
 
 
 def slacks_of(content: dict) -> list[Tensors]:
@@ -196,6 +213,10 @@ def load_rank(directory: Path, rank: int, world_size: int) -> dict:
             )
     if not records or len(records) != metadata["steps"]:
         raise InputError(f"{path} has {len(records)} step records, expected {metadata['steps']}")
+    for record in records:
+        for kind in {*PARAMETER_KINDS, "initial", "optimizer", "slack"} & record.keys():
+            renamed = {without_wrappers(name): value for name, value in record[kind].items()}
+            record[kind] = renamed if len(renamed) == len(record[kind]) else record[kind]
     return content
 
 
@@ -244,8 +265,8 @@ def problem_of_record(record: object, first: object) -> str | None:
         or not {"output", "loss", "local_loss", *PARAMETER_KINDS} <= record.keys()
     ):
         return f" lacks one of output, loss, local_loss, {', '.join(PARAMETER_KINDS)}"
-    for name in ("loss", "local_loss"):
-        if not isinstance(record[name], float | None):
+    for name in ("loss", "local_loss", "weight"):
+        if not isinstance(record.get(name), float | None):
             return f": {name} is a {type(record[name]).__name__}, expected a float"
     gradients, parameters, deltas = (record[kind] for kind in PARAMETER_KINDS)
     if not all(isinstance(tensors, dict) for tensors in (gradients, parameters, deltas)):
@@ -255,6 +276,11 @@ def problem_of_record(record: object, first: object) -> str | None:
     initial = first.get("initial")
     if not isinstance(initial, dict) or initial.keys() != parameters.keys():
         return ": the parameters must have the names of step 1's initial parameters"
+    if not isinstance(record.get("optimizer", {}), dict) or not all(
+        isinstance(kind, str) and isinstance(rate, int | float)
+        for kind, rate in record.get("optimizer", {}).values()
+    ):
+        return ": optimizer must hold a class and a learning rate by name"
     slack = record.get("slack", {})
     if not isinstance(slack, dict) or not slack.keys() <= gradients.keys():
         return ": slack is no dictionary by names of gradients"
@@ -298,6 +324,8 @@ class Run:
         self.metadata = self.first["metadata"]
         self._last: tuple[int, dict] | None = None  # the rank opened last; no more are kept
         self._seen: dict[Place, torch.Tensor] = {}  # the first rank's tensor at each place
+        # Of a whole run: by step and replica, which samples a replica has, if they are no equal slices.
+        self.dealt: dict[int, list[torch.Tensor]] = {}
 
     def _is_of_one_rank(self) -> bool:
         if (self.directory / "rank-1.pt").exists():
@@ -339,7 +367,7 @@ class Run:
         steps = steps_of(self.rank(rank))
         for step, tensors in enumerate(steps):
             if self.whole and OUTPUT in tensors:
-                tensors[OUTPUT] = self._part_of(tensors[OUTPUT], like)
+                tensors[OUTPUT] = self._part_of(tensors[OUTPUT], step, like)
             for key in tensors:
                 tensors[key] = self._first_equal(place_of(step, key, like["dp_rank"]), tensors[key], rank)
         return steps
@@ -352,10 +380,12 @@ class Run:
             return self._seen[place]
         return first if same_values(first, tensor) else tensor
 
-    def _part_of(self, output: torch.Tensor, like: dict) -> torch.Tensor:
+    def _part_of(self, output: torch.Tensor, step: int, like: dict) -> torch.Tensor:
         replicas = like["dp_degree"]
         if replicas == 1:
             return output
+        if step in self.dealt:
+            return self.dealt[step][like["dp_rank"]]
         if output.dim() == 0 or len(output) % replicas:
             raise InputError(
                 f"{self.directory}: the output of the whole batch, {tuple(output.shape)}, does not "
@@ -386,13 +416,28 @@ def check_same_job(reference: Run, actual: Run) -> None:
         raise InputError("the two directories hold the same run, one is a copy; give two runs")
 
 
-def check_same_parameters(left: Steps, right: Steps, names: tuple[str, str]) -> None:
+def may_be_tied(left: Steps, right: Steps) -> set[str]:
+    """Return the parameters that one run alone has, if the other may have tied them to others.
+
+    They then have the shapes of parameters that both have, and the other run has none of its own.
+    """
+    known = [{name for kind, name in steps[0] if kind == "parameters"} for steps in (left, right)]
+    shapes = {left[0]["parameters", name].shape for name in known[0] & known[1]}
+    only = {**left[0], **right[0]}
+    alone = known[0] ^ known[1]
+    fitting = all(only["parameters", name].shape in shapes for name in alone)
+    return alone if fitting and alone in (known[0] - known[1], known[1] - known[0]) else set()
+
+
+def check_same_parameters(
+    left: Steps, right: Steps, names: tuple[str, str], tied: set[str] = frozenset()
+) -> None:
     """Raise InputError unless both have parameters of the same names and shapes.
 
-    names: what the two are called in the message.
+    names: what the two are called in the message. tied: parameters that one may have alone.
     """
     for step, (one, other) in enumerate(zip(left, right, strict=True)):
-        known = [{name for kind, name in tensors if kind == "parameters"} for tensors in (one, other)]
+        known = [{name for kind, name in tensors if kind == "parameters"} - tied for tensors in (one, other)]
         if known[0] != known[1]:
             name = min(known[0] ^ known[1])
             raise InputError(

@@ -110,7 +110,8 @@ GRADIENTS = [
     fault(gradient(lambda g: 1.1 * some_gradients(1)["bias"], "bias", step=2), NOT_KNOWN),
     fault(
         gradient(lambda g: 2 * g),
-        f"gradients of every rank are 2.00x the reference: {SUMMED}, or applied or accumulated twice",
+        f"gradients of every rank are 2.00x the reference: {SUMMED}, or not divided by 2 microbatches, or "
+        "applied or accumulated twice",
     ),
     fault(
         gradient(lambda g: 2 * g, "bias"), f"gradients bias of every rank are 2.00x the reference: {SUMMED}"
@@ -239,7 +240,10 @@ def test_a_wrong_gradient_comes_before_a_later_one_that_is_missing(made_cause):
         gradient(lambda g: 2 * g, "bias")(content)
         without("weight")(content)
 
-    sentence = f"gradients of every rank are 2.00x the reference: {SUMMED}, or applied or accumulated twice"
+    sentence = (
+        f"gradients of every rank are 2.00x the reference: {SUMMED}, or not divided by 2 microbatches, or "
+        "applied or accumulated twice"
+    )
     assert made_cause(change) == sentence
 
 

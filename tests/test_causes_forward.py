@@ -447,8 +447,8 @@ LOSSES = [
     ),
     fault(
         loss(lambda mean, own: (1.02 * mean, 1.02 * own)),
-        "the outputs agree to 0.0e+00, but the loss is off by 2.00%: the target, or the loss "
-        "function, is another",
+        "the loss is off by 2.00%, but the outputs and all gradients agree: another loss is reported than "
+        "the one of backward, such as a mean that weighs the ranks' tokens otherwise",
     ),
     fault(
         loss(lambda mean, own: (torch.inf, own)),
@@ -490,6 +490,7 @@ def test_outputs_that_are_wrong_too_do_not_put_it_on_the_loss(made_cause, off, s
     def change(content):
         output(lambda o: (1 + off) * o)(content)
         loss(lambda mean, own: (1.02 * mean, 1.02 * own))(content)
+        gradient(lambda g: 1.02 * g)(content)
 
     assert made_cause(change, options=("--rtol", 1e-2)) == sentence
 

@@ -51,7 +51,8 @@ def spoil(three):
 
 CAUSE = (
     "each of the 2 replicas has its own gradients bias, and their mean over all ranks is 2.00x the "
-    f"reference: {SUMMED}, or applied or accumulated twice, and at least once not reduced"
+    f"reference: {SUMMED}, or not divided by 2 microbatches, or applied or accumulated twice, and at least "
+    "once not reduced"
 )
 MESSAGE = (
     "[6]: reference 0.204214215, actual 0.612642646, difference 0.408, allowed 3.12e-06; 24 of 24 elements "
@@ -190,6 +191,7 @@ def test_everything_that_is_written(three, compare_three, tmp_path):
             {"step": 1, "reference": 1.5, "actual": 1.5, "oracle": 1.5},
             {"step": 2, "reference": 1.5625, "actual": 1.5625, "oracle": 1.5625},
         ],
+        "notes": [],
         "findings": 8,
         "failed_ranks": [1, 2, 3],
         "first": {

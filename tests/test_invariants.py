@@ -50,6 +50,8 @@ def record(step, **values):
 
 def double_rate(content):
     content["metadata"]["learning_rate"] = 0.02
+    for step in content["records"]:
+        step["optimizer"] = {name: (kind, 2 * rate) for name, (kind, rate) in step["optimizer"].items()}
 
 
 def zero(kind, name):

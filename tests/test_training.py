@@ -163,12 +163,14 @@ def test_train_takes_a_list_and_neither_output_nor_loss_as_the_tutorials_does():
         assert isinstance(second["loss"], float)
 
 
-def test_losses_that_are_none_stay_none(monkeypatch):
-    monkeypatch.setattr(training_common.dist, "all_reduce", lambda losses, group: losses.mul_(3))
-    monkeypatch.setattr(training_common.dist, "get_world_size", lambda group: 2)
+def test_losses_are_averaged_by_weight_and_none_stays_none(monkeypatch):
+    def add_another_rank(total, group):
+        total += torch.tensor([[0.0, 3 * 8.0], [1.0, 3.0]])  # its weighted losses, and its weights
+
+    monkeypatch.setattr(training_common.dist, "all_reduce", add_another_rank)
     records = [{"loss": loss, "local_loss": loss} for loss in (None, 4.0)]
     training_common.average_losses(records, torch.device("cpu"))
-    assert records == [{"loss": None, "local_loss": None}, {"loss": 6.0, "local_loss": 4.0}]
+    assert records == [{"loss": None, "local_loss": None}, {"loss": 7.0, "local_loss": 4.0}]
 
 
 def test_gradients_are_those_before_the_optimizers_step():
@@ -198,9 +200,9 @@ def test_train_refuses_fewer_than_one_step():
         training_common.train({}, None, 0, None)
 
 
-def test_train_names_the_parameter_without_gradient():
+def test_train_fails_without_any_gradient():
     weight, train_step = parameter_and_optimizer(grad=False)
-    with pytest.raises(RuntimeError, match="step 1: no gradient reached parameter w"):
+    with pytest.raises(RuntimeError, match="step 1: no gradient reached any parameter"):
         training_common.train({"w": weight}, torch.optim.SGD([weight], lr=0.1), 1, train_step)
 
 
