@@ -176,10 +176,11 @@ def add_activations(
     """Keep the results of activations. agrees: the loss and all gradients of the step do.
 
     Then one that does not holds the samples in an order of its own, such as sorted by their length, or
-    two views one after the other; or nothing depends on it.
+    two views one after the other; or nothing depends on it. No order explains another type, or NaN: those
+    have an error that cannot be measured.
     """
     for key, ranks, result in results:
-        if agrees and not result.passed and "finite" not in result.message:
+        if agrees and not result.passed and isfinite(result.eps):
             found.skipped[REORDERED][key[1]].add(step)
         else:
             found.add(step, key, ranks, result)

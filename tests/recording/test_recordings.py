@@ -192,6 +192,37 @@ def test_one_rank_alone(recorded, tmp_path, change, step, check, words):
     assert {finding.rank for finding in alone.findings} == {1}
 
 
+def test_rows_in_another_order_are_said(recorded, tmp_path):
+    def change(content):
+        entry = next(e for e in content["steps"][1]["activations"] if e["name"] == "blocks.0.q")
+        entry["samples"] = entry["samples"].flip(0)
+
+    actual = Recording(copy_of(recorded, tmp_path, "ddp-sgd", change))
+    outcome = compare_recordings(Recording(recorded / "one-sgd"), actual, DEFAULTS)
+    assert outcome.findings == []
+    words = "not compared in step 2: 1, with rows in another order, or not used"
+    assert any(words in note and "blocks.0.q" in note for note in outcome.comparison.notes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("dtype", "bfloat16", "its type is bfloat16, expected float32"),
+        ("not_finite", 3, "3 values are not finite in the actual run"),
+    ],
+)
+def test_no_order_of_the_samples_explains_a_type_or_nan(recorded, tmp_path, key, value, words):
+    # The loss and all gradients agree: that excuses rows in another order, and nothing else.
+    def change(content):
+        entry = next(e for e in content["steps"][1]["activations"] if e["name"] == "blocks.0.q")
+        entry[key] = value
+
+    actual = Recording(copy_of(recorded, tmp_path, "ddp-sgd", change))
+    findings = compare_recordings(Recording(recorded / "one-sgd"), actual, DEFAULTS).findings
+    assert [(f.step, f.rank, f.kind, f.name) for f in findings] == [(2, 1, "activations", "blocks.0.q")]
+    assert words in findings[0].message
+
+
 @pytest.mark.parametrize(("name", "alarm"), [("blocks.0.k.bias", False), ("blocks.0.v.bias", True)])
 def test_a_rank_whose_adam_steps_the_other_way(recorded, tmp_path, name, alarm):
     # Rounding turns the gradient of a key's bias around, on one rank alone. Of a value's bias it does not.
