@@ -60,12 +60,7 @@ def other_samples(first: Finding, ranks: list[int], reference: Recording, actual
     if first.kind != "inputs":
         return None
     step = first.step
-
-    def samples(recording: Recording, step: int) -> Counter:
-        keys = keys_of(recording, step)
-        return Counter(key for rank in recording.first_ranks for call in keys[rank] for key in call)
-
-    expected, got = samples(reference, step), samples(actual, step)
+    expected, got = samples_of(reference, step), samples_of(actual, step)
     total, world = sum(expected.values()), actual.world_size
     if len(actual.first_ranks) == 1 < world and not got - expected:
         return (
@@ -83,22 +78,8 @@ def other_samples(first: Finding, ranks: list[int], reference: Recording, actual
             f"{len(twice)} of the reference's {total} samples are on two ranks or more, and "
             f"{len(expected - got)} on none: slices overlap"
         )
-    for other in range(1, actual.steps + 1):
-        if other != step and (
-            samples(reference, other) == got or (other < step and samples(actual, other) == got)
-        ):
-            if other > step:
-                return f"the samples of step {step} are those of step {other}, too early"
-            also = step + 1 < actual.steps + 1 and samples(actual, step + 1) in (
-                samples(reference, other + 1),
-                samples(actual, other + 1),
-            )
-            if also and other + 1 < step:
-                return (
-                    f"the samples of steps {step} and {step + 1} are those of steps {other} and {other + 1}, "
-                    "again: the epoch before in the same order, such as without set_epoch"
-                )
-            return f"the samples of step {step} are those of step {other}, again"
+    if cause := samples_of_another_step(step, reference, actual):
+        return cause
     keys = keys_of(actual, step)
     strangers = [
         rank for rank in actual.first_ranks if not any(key in expected for call in keys[rank] for key in call)
@@ -110,6 +91,32 @@ def other_samples(first: Finding, ranks: list[int], reference: Recording, actual
         )
     if not expected & got:
         return f"none of the reference's {total} samples is there: shuffled by another seed, or other data"
+    return None
+
+
+def samples_of(recording: Recording, step: int) -> Counter:
+    """Return how often a step has each sample, by its key. The ranks of a replica count once."""
+    keys = keys_of(recording, step)
+    return Counter(key for rank in recording.first_ranks for call in keys[rank] for key in call)
+
+
+def samples_of_another_step(step: int, reference: Recording, actual: Recording) -> str | None:
+    """The samples are those of an earlier step, of either run, or of a later one of the reference."""
+
+    def again(step: int, other: int) -> bool:
+        return samples_of(actual, step) in (samples_of(reference, other), samples_of(actual, other))
+
+    for other in range(1, step):
+        if again(step, other):
+            if other + 1 < step < actual.steps and again(step + 1, other + 1):
+                return (
+                    f"the samples of steps {step} and {step + 1} are those of steps {other} and {other + 1}, "
+                    "again: the epoch before in the same order, such as without set_epoch"
+                )
+            return f"the samples of step {step} are those of step {other}, again"
+    for other in range(step + 1, actual.steps + 1):
+        if samples_of(reference, other) == samples_of(actual, step):
+            return f"the samples of step {step} are those of step {other}, too early"
     return None
 
 
