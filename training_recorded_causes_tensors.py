@@ -52,10 +52,10 @@ def not_initialized(first: Finding, ranks: list[int], reference: Recording, actu
     if not own.norm or not expected:
         return None
     ratio = own.norm / expected
-    right = [rank for rank in range(actual.world_size) if rank not in ranks]
-    where = f", and right on {numbered('rank', right)}" if right else ""
     if 1e-3 < ratio < 1e3:
         return None
+    right = [rank for rank in range(actual.world_size) if rank not in ranks]
+    where = f", and right on {numbered('rank', right)}" if right else ""
     return (
         f"the norm of {first.kind} {first.name} on {numbered('rank', ranks)} is {ratio:.2g} times the "
         f"reference's{where}: not initialized there, such as after to_empty()"
@@ -87,15 +87,15 @@ def other_settings(first: Finding, ranks: list[int], reference: Recording, actua
     by_rank = {rank: rates_of(actual.of_step(step)[rank : rank + 1]).get(name) for rank in ranks}
     if theirs is None or None in by_rank.values():
         return None
+    settings = {rank: other_setting(theirs, own) for rank, own in by_rank.items()}
     # A shard with another rate makes the tensor wrong on all ranks.
-    others = [rank for rank, own in by_rank.items() if own[0] != theirs[0] or other_setting(theirs, own)]
+    others = [rank for rank, own in by_rank.items() if own[0] != theirs[0] or settings[rank]]
     if not others:
         return None
-    ours = by_rank[others[0]]
     where = f" on {numbered('rank', others)}" if len(others) < actual.world_size else ""
-    if ours[0] != theirs[0]:
-        return f"the optimizer of {name}{where} is {ours[0]}, the reference's {theirs[0]}"
-    word, one, other = other_setting(theirs, ours)
+    if (optimizer := by_rank[others[0]][0]) != theirs[0]:
+        return f"the optimizer of {name}{where} is {optimizer}, the reference's {theirs[0]}"
+    word, one, other = settings[others[0]]
     text = f"the {word} of {name}{where} is {shown(other)} in step {step}, the reference's {shown(one)}"
     return text + (reason_for_rate(one, other, first, reference, actual) if word == "learning rate" else "")
 
@@ -170,36 +170,35 @@ def clipping(first: Finding, ranks: list[int], reference: Recording, actual: Rec
     """Gradients are clipped in one run only, to another norm, after the step, or by the norm of a shard."""
     if first.kind != "gradients":
         return None
-    calls = [run.of_step(first.step)[0]["clips"] for run in (reference, actual)]
-    gradients = actual.tensors(first.step, "gradients").values()
-    expected, norm = (total_norm(run, first.step) for run in (reference, actual))
-    theirs, ours = (
-        # A call that changes nothing only tells the norm. If it does, the norm is what it clips to.
-        min((c["max_norm"] for c in of if not c["after_step"] and c["max_norm"] < 1.1 * after), default=None)
-        for of, after in zip(calls, (expected, norm), strict=True)
-    )
+    theirs, ours = (clipped_to(run, first.step) for run in (reference, actual))
     if theirs == ours:
         return None
-    has = (
-        f"the gradients have a norm of {norm:.3g}, and the reference clips them to {theirs:.3g}"
-        if theirs
-        else ""
-    )
-    if theirs and any(call["after_step"] for call in calls[1]):
-        return f"{has}: here clip_grad_norm_ is called after the optimizer's step"
-    if theirs and ours:
-        return f"clip_grad_norm_ clips the gradients to {ours:.3g}, the reference's to {theirs:.3g}"
-    if ours:
+    if theirs is None:
         return f"clip_grad_norm_ clips the gradients to {ours:.3g}, the reference's are not clipped"
+    norm = total_norm(actual, first.step)
+    has = f"the gradients have a norm of {norm:.3g}, and the reference clips them to {theirs:.3g}"
+    if any(call["after_step"] for call in actual.of_step(first.step)[0]["clips"]):
+        return f"{has}: here clip_grad_norm_ is called after the optimizer's step"
+    if ours is not None:
+        return f"clip_grad_norm_ clips the gradients to {ours:.3g}, the reference's to {theirs:.3g}"
     if norm < 1.1 * theirs:
         return None
     text = f"{has}: here clip_grad_norm_ is not called"
-    shards = len(next(iter(gradients))[0].ranks)
+    gradients = actual.tensors(first.step, "gradients")
+    shards = len(next(iter(gradients.values()))[0].ranks)
     if shards > 1 and abs(norm / theirs / shards**0.5 - 1) < 0.15:
         text += (
             f", or each of {shards} ranks clips by the norm of its own shards (times the root of {shards})"
         )
     return text
+
+
+def clipped_to(recording: Recording, step: int) -> float | None:
+    """Return the norm to which a step's gradients are clipped before the optimizer's step."""
+    norm, calls = total_norm(recording, step), recording.of_step(step)[0]["clips"]
+    # A call that changes nothing only tells the norm. If it does, the norm is what it clips to.
+    before = [call["max_norm"] for call in calls if not call["after_step"]]
+    return min((most for most in before if most < 1.1 * norm), default=None)
 
 
 def total_norm(recording: Recording, step: int) -> float:
