@@ -61,7 +61,7 @@ def check_recording(run: str, recording: Recording, unit: float) -> Checks:
 def allow_adaptive_steps(allowed: dict[str, float], recording: Recording, step: int, unit: float) -> None:
     """Add what Adam, or its kin, may make of the rounding by which copies of a gradient differ."""
     gradients, settings = recording.tensors(step, "gradients"), rates_of(recording.of_step(step)[:1])
-    floor = floor_of({name: copies[0] for name, copies in gradients.items()}, unit)
+    floor = floor_of(gradients, unit)
     for name, (first, *others) in gradients.items():
         optimizer, group = settings.get(name, ("", {}))
         if optimizer not in LINEAR and any(not torch.equal(copy.sketch, first.sketch) for copy in others):

@@ -213,13 +213,14 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
     norm_eps, unit = tolerance.norm_eps, unit_of(reference, actual)
     found, drift, losses = Divergence(actual.world_size, actual.steps), Drift(), []
     checks = [check_recording("actual", actual, unit), check_recording("reference", reference, unit)]
-    same_layout = have_same_samples(reference, actual)
     kinds = rows_of_modules(reference, actual)
     compare_start(reference, actual, found)
     conventions = choose_conventions(reference, actual, loss_bound(unit, norm_eps))
     say_conventions(conventions, found)
     for step in range(1, actual.steps + 1):
         *keys, eps = matched_keys(reference, actual, step)
+        if step == 1:  # does each rank have the samples that it has in the other run?
+            same_layout = reference.replicas == actual.replicas and keys[0] == keys[1]
         compare_samples(step, *keys, eps, (reference, actual), found)
         activations = activations_of(reference, step, keys[0]), activations_of(actual, step, keys[1])
         results = judge_activations(step, *activations, kinds, same_layout, drift, unit, norm_eps, found)
@@ -238,12 +239,6 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
     keys = sorted(found.results, key=lambda key: KINDS.index(key[0]))  # each kind as it came
     order = {key: place for place, key in enumerate(keys)}
     return Outcome(found, checks, [], losses, in_causal_order(findings, order))
-
-
-def have_same_samples(reference: Recording, actual: Recording) -> bool:
-    """Say whether each rank has the samples in step 1 that this rank has in the other run."""
-    theirs, ours, _ = matched_keys(reference, actual, 1)
-    return reference.replicas == actual.replicas and theirs == ours
 
 
 def compare_start(reference: Recording, actual: Recording, found: Divergence) -> None:
@@ -317,8 +312,7 @@ def compare_gradients(
 ) -> None:
     """Compare gradients as backward completed them. Those that are zero but for rounding pass."""
     ours, theirs = actual.tensors(step, "gradients"), reference.tensors(step, "gradients")
-    expected = {name: copies[0] for name, copies in theirs.items()}
-    floor = floor_of(expected, unit)
+    floor = floor_of(theirs, unit)
     everyone = tuple(range(actual.world_size))
     ready = (name for run in (reference, actual) for name in run.of_step(step)[0]["ready"])
     for name in dict.fromkeys((*ready, *reversed(list({**theirs, **ours})))):
@@ -329,15 +323,16 @@ def compare_gradients(
             run = "actual" if name not in ours else "reference"
             found.add(step, key, everyone, mismatch(f": there is none in the {run} run"))
             continue
+        expected = theirs[name][0]
         for whole in ours[name]:
-            if max(whole.largest, expected[name].largest) <= floor and not whole.not_finite:
+            if max(whole.largest, expected.largest) <= floor and not whole.not_finite:
                 text = "zero but for rounding in both runs, not compared"
                 found.add(step, key, whole.ranks, Result(True, message=text))
             else:
-                norm = expected[name].norm
-                bound = bound_of(unit, len(expected[name].shape), norm_eps)
-                more = drift.of_all(norm, unit) + bound * unit * (scale_of_rounding(name, expected) - norm)
-                result = judge_whole(whole, expected[name], unit, more, norm_eps)
+                norm = expected.norm
+                bound = bound_of(unit, len(expected.shape), norm_eps)
+                more = drift.of_all(norm, unit) + bound * unit * (scale_of_rounding(name, theirs) - norm)
+                result = judge_whole(whole, expected, unit, more, norm_eps)
                 types = [run.metadata["reduced_in"].get(name) for run in (reference, actual)]
                 if result.passed and None not in types and types[0] != types[1]:
                     result = mismatch(f": reduced in {types[1]}, the reference's in {types[0]}")
@@ -358,16 +353,15 @@ def compare_parameters(
     start, gradients = reference.tensors(1, "before"), reference.tensors(step, "gradients")
     settings = rates_of(reference.of_step(step)[:1])
     by_rank = settings_by_rank(actual, step)
-    expected_gradients = {name: copies[0] for name, copies in gradients.items()}
-    floor = floor_of(expected_gradients, unit)
+    floor = floor_of(gradients, unit)
     for name in theirs:
         expected = theirs[name][0]
         moved = distance(expected, start[name][0])
         optimizer, group = settings.get(name, ("", {}))
         if name in gradients and optimizer not in LINEAR:
-            gradient = expected_gradients[name]
+            gradient = gradients[name][0]
             (drift.silent.add if gradient.largest <= floor else drift.silent.discard)(name)
-            scale = scale_of_rounding(name, expected_gradients)
+            scale = scale_of_rounding(name, gradients)
             drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor, scale)
         bound = bound_of(unit, len(expected.shape), None)
         more = bound * unit * moved + drift.allowed[name]

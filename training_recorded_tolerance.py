@@ -126,19 +126,19 @@ def adaptive_allowance(
     return rate * (gradient.magnitudes * share.square()).sum().item() ** 0.5
 
 
-def scale_of_rounding(name: str, gradients: dict[str, Whole]) -> float:
+def scale_of_rounding(name: str, gradients: dict[str, list[Whole]]) -> float:
     """Return the norm to which the rounding of a gradient is relative: its own, or more for a bias.
 
     A bias's gradient is a sum over all rows, whose terms may cancel. The gradient of its module's weight
     is of the same rows, each times an input of about size 1 and another sign: over the root of its columns
     it tells what the sum would be without that. A router's bias was 19.7 eps off, 0.5 of this.
     """
-    norm, weight = gradients[name].norm, gradients.get(f"{name.removesuffix('.bias')}.weight")
-    if not name.endswith(".bias") or weight is None or len(weight.shape) < 2:
+    norm, weights = gradients[name][0].norm, gradients.get(f"{name.removesuffix('.bias')}.weight")
+    if not name.endswith(".bias") or weights is None or len(weights[0].shape) < 2:
         return norm
-    return max(norm, weight.norm / weight.shape[-1] ** 0.5)
+    return max(norm, weights[0].norm / weights[0].shape[-1] ** 0.5)
 
 
-def floor_of(gradients: dict[str, Whole], eps: float) -> float:
+def floor_of(gradients: dict[str, list[Whole]], eps: float) -> float:
     """Return the magnitude below which a gradient of this step is zero but for rounding."""
-    return share_of_rounding(eps) * max((whole.largest for whole in gradients.values()), default=0.0)
+    return share_of_rounding(eps) * max((copies[0].largest for copies in gradients.values()), default=0.0)
