@@ -24,8 +24,9 @@ from pathlib import Path
 
 from training_common import InputError, make_parser, write_then_rename
 from training_comparison import Outcome, cause_of, compare_runs, ranks_of
-from training_recorded_comparison import Divergence, compare_recordings, worst_element
+from training_recorded_comparison import compare_recordings, worst_element
 from training_recorded_diagnosis import cause_of_recordings
+from training_recorded_tolerance import Divergence
 from training_recordings import Recording, is_recording
 from training_records import KINDS, LAYOUT, SCHEMA, SHOWN, Run, check_same_job, ranges
 from training_tolerance import ELEMENT_EPS, NORM_EPS, Result, Tolerance

@@ -4,7 +4,6 @@ In a step the order is causal: the samples, activations in the order of executio
 the last layer to the first, parameters, buffers. training_recorded_tolerance.py has the criterion.
 """
 
-from collections import Counter, defaultdict
 from math import inf, isfinite
 
 import torch
@@ -12,8 +11,19 @@ import torch
 from training_common import InputError
 from training_comparison import Outcome, in_causal_order
 from training_recorded_checks import check_recording
-from training_recorded_samples import Rows, activations_of, judge_rows, matched_keys, rows_of_modules
+from training_recorded_samples import (
+    UPDATED,
+    activations_of,
+    add_activations,
+    compare_samples,
+    judge_activations,
+    matched_keys,
+    rows_of_modules,
+    say_skipped,
+)
 from training_recorded_tolerance import (
+    KINDS,
+    Divergence,
     Drift,
     adaptive_allowance,
     distance,
@@ -34,173 +44,8 @@ from training_recordings import (
     shown,
     unit_of,
 )
-from training_records import LOSS, Finding, Key, ranges
+from training_records import LOSS, Finding
 from training_tolerance import LINEAR, NORM_EPS, Result, Tolerance, bound_of, mismatch
-
-SAMPLES = ("inputs", "samples")
-KINDS = ("inputs", "activations", "losses", "gradients", "parameters", "buffers")
-REORDERED = "with rows in another order, or not used: the loss and all gradients agree"
-UPDATED = "which each rank updates from its own samples, as a batch norm does"
-
-
-class Divergence:
-    """What comparing two recordings has found; with the fields that training_comparison.Comparison has."""
-
-    def __init__(self, world_size: int, steps: int) -> None:
-        self.results: dict[Key, list[tuple[int, int, Result]]] = defaultdict(list)  # (rank, step, result)
-        self.findings: list[Finding] = []
-        self.scores = [[0.0] * (steps + 1) for _ in range(world_size)]  # by rank and step
-        self.notes: list[str] = []  # what is to be known, and no mistake
-        self.order: list[Key] = []  # keys as they come in a step
-        # Steps in which an activation was not compared, by the reason and its name.
-        self.skipped: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-
-    def add(self, step: int, key: Key, ranks: tuple[int, ...], result: Result) -> None:
-        """Keep the result of a tensor that these ranks have."""
-        if key not in self.results:
-            self.order.append(key)
-        for rank in ranks:
-            self.results[key].append((rank, step, result))
-            self.scores[rank][step] = max(self.scores[rank][step], result.score)
-            if not result.passed:
-                self.findings.append(Finding(step, rank, *key, "reference", result.message))
-
-    def note(self, text: str) -> None:
-        """Keep a note, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
-    @property
-    def path(self) -> list[dict]:
-        """The way through the model: of each activation and gradient, by step, the worst error in eps.
-
-        Activations are in the order of execution, gradients from the last layer to the first.
-        """
-        found = []
-        for kind in ("activations", "gradients"):
-            for key in [key for key in self.order if key[0] == kind]:
-                by_step: dict[int, list[Result]] = defaultdict(list)
-                for _, step, result in self.results[key]:
-                    by_step[step].append(result)
-                steps = range(1, len(self.scores[0]))
-                errors = [max((r.eps for r in by_step[step]), default=None) for step in steps]
-                failed = [any(not r.passed for r in by_step[step]) for step in steps]
-                found.append({"kind": kind, "name": key[1], "eps": errors, "failed": failed})
-        return found
-
-    def by_kind(self) -> dict[str, list[Result]]:
-        """Return the results of each kind of tensor."""
-        kinds = {kind: [] for kind in KINDS}
-        for (kind, _), results in self.results.items():
-            kinds[kind] += [result for _, _, result in results]
-        return kinds
-
-
-# ---------------------------------------------------------------- samples and activations
-
-
-def compare_samples(
-    step: int,
-    reference: list[list[list]],
-    actual: list[list[list]],
-    eps: float,
-    recordings: tuple,
-    found: Divergence,
-) -> None:
-    """Compare which samples the two runs had in a step. eps: by how much those differ that are the same."""
-    lists = [
-        [key for rank in recording.first_ranks for call in keys[rank] for key in call]
-        for recording, keys in zip(recordings, (reference, actual), strict=True)
-    ]
-    counts = [Counter(keys) for keys in lists]
-    if not all(counts):
-        found.note("calls of the model were not seen in one of the runs: samples are not compared")
-        return
-    if any(key[0] == "call" for key in (*counts[0], *counts[1])):
-        found.note("the models are called without a tensor of samples: activations are compared call by call")
-        return
-    missing, extra = counts[0] - counts[1], counts[1] - counts[0]
-    total = sum(counts[0].values())
-    ranks = tuple(range(recordings[1].world_size))
-    if not missing and not extra:
-        found.add(step, SAMPLES, ranks, Result(True, score=eps / NORM_EPS, eps=eps))
-        if lists[0] != lists[1]:
-            found.note("the ranks got the reference's samples in another order, such as round robin")
-        return
-    gone, others = sum(missing.values()), sum(extra.values())
-    message = f": {gone} of the reference's {total} samples are missing, {others} others are there"
-    found.add(step, SAMPLES, ranks, mismatch(message))
-
-
-def judge_activations(
-    step: int,
-    reference: dict[Key, list[Rows]],
-    actual: dict[Key, list[Rows]],
-    kinds: dict[tuple[int, str], str],
-    same_layout: bool,
-    drift: Drift,
-    unit: float,
-    norm_eps: float | None,
-    found: Divergence,
-) -> list[tuple[Key, tuple[int, ...], Result]]:
-    """Judge the activations of modules that both runs have, sample by sample.
-
-    kinds: what the rows are, see rows_of_modules. same_layout: ranks have the same places in both runs.
-    """
-    results = []
-    for key, rows in actual.items():
-        if key not in reference:
-            continue
-        by_group = defaultdict(list)
-        for row in rows:
-            by_group[row.ranks].append(row)
-        for ranks, of_ranks in by_group.items():
-            # A plain tensor may be a shard. With the same ranks in both runs, a rank's own is meant.
-            own = [row for row in reference[key] if same_layout and row.ranks == ranks] or reference[key]
-            kind = kinds[step, key[1].partition(" call ")[0]]
-            result = judge_rows(of_ranks, own, kind, key[1], drift, unit, norm_eps)
-            if isinstance(result, Result):
-                results.append((key, ranks, result))
-            else:
-                found.skipped[result][key[1]].add(step)
-    if step == 1 and (only := reference.keys() ^ actual.keys()):
-        where = "compiled or wrapped in the other"
-        names = some_of([name for _, name in sorted(only)])
-        found.note(f"activations of {len(only)} modules are in one run only ({names}): {where}")
-    return results
-
-
-def add_activations(
-    step: int, results: list[tuple[Key, tuple[int, ...], Result]], agrees: bool, found: Divergence
-) -> None:
-    """Keep the results of activations. agrees: the loss and all gradients of the step do.
-
-    Then one that does not holds the samples in an order of its own, such as sorted by their length, or
-    two views one after the other; or nothing depends on it. No order explains another type, or NaN: those
-    have an error that cannot be measured.
-    """
-    for key, ranks, result in results:
-        if agrees and not result.passed and isfinite(result.eps):
-            found.skipped[REORDERED][key[1]].add(step)
-        else:
-            found.add(step, key, ranks, result)
-
-
-def say_skipped(found: Divergence) -> None:
-    """Note which activations and buffers were not compared, and why."""
-    for reason, by_name in found.skipped.items():
-        steps = sorted(set().union(*by_name.values()))
-        when = f"step{'s' if len(steps) > 1 else ''} {ranges(steps)}"
-        what = "buffers" if reason == UPDATED else "activations"
-        found.note(f"{what} not compared in {when}: {len(by_name)}, {reason} ({some_of(list(by_name))})")
-
-
-def some_of(names: list[str]) -> str:
-    """Return the first names of many."""
-    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
-
-
-# ---------------------------------------------------------------- the comparison
 
 
 def compare_recordings(reference: Recording | None, actual: Recording, tolerance: Tolerance) -> Outcome:

@@ -1,17 +1,25 @@
-"""Activations of a recording by sample. A sample is known by its content, whichever rank has it."""
+"""Samples of a recording, and activations by sample: which a rank has, and those of two runs compared.
 
-from collections import defaultdict
+A sample is known by its content, whichever rank has it.
+"""
+
+from collections import Counter, defaultdict
+from math import isfinite
 from typing import NamedTuple
 
 import torch
 
-from training_recorded_tolerance import Drift, judge
+from training_recorded_tolerance import Divergence, Drift, judge
 from training_recordings import Recording, shard_group
-from training_records import Key
+from training_records import Key, ranges
 from training_sketches import fold
 from training_tolerance import NORM_EPS, Result, bound_of, mismatch
 
+SAMPLES = ("inputs", "samples")
+# Why activations, or buffers, are not compared.
 CHOSEN = "of rows that the module takes out of the batch, as an expert does"
+REORDERED = "with rows in another order, or not used: the loss and all gradients agree"
+UPDATED = "which each rank updates from its own samples, as a batch norm does"
 
 
 class Rows(NamedTuple):
@@ -134,6 +142,9 @@ def rows_of_modules(reference: Recording, actual: Recording) -> dict[tuple[int, 
     return found
 
 
+# ---------------------------------------------------------------- judging
+
+
 def judge_rows(
     rows: list[Rows],
     references: list[Rows],
@@ -193,3 +204,104 @@ def judge_rows(
     count = len(pairs) * first.shape[first.batch_dim or 0] // max(1, len(first.keys))
     result = judged(ours[own], theirs[other_places], (count, *first.shape_of_one))
     return result if result.passed or kind == "samples" else CHOSEN
+
+
+def compare_samples(
+    step: int,
+    reference: list[list[list]],
+    actual: list[list[list]],
+    eps: float,
+    recordings: tuple,
+    found: Divergence,
+) -> None:
+    """Compare which samples the two runs had in a step. eps: by how much those differ that are the same."""
+    lists = [
+        [key for rank in recording.first_ranks for call in keys[rank] for key in call]
+        for recording, keys in zip(recordings, (reference, actual), strict=True)
+    ]
+    counts = [Counter(keys) for keys in lists]
+    if not all(counts):
+        found.note("calls of the model were not seen in one of the runs: samples are not compared")
+        return
+    if any(key[0] == "call" for key in (*counts[0], *counts[1])):
+        found.note("the models are called without a tensor of samples: activations are compared call by call")
+        return
+    missing, extra = counts[0] - counts[1], counts[1] - counts[0]
+    total = sum(counts[0].values())
+    ranks = tuple(range(recordings[1].world_size))
+    if not missing and not extra:
+        found.add(step, SAMPLES, ranks, Result(True, score=eps / NORM_EPS, eps=eps))
+        if lists[0] != lists[1]:
+            found.note("the ranks got the reference's samples in another order, such as round robin")
+        return
+    gone, others = sum(missing.values()), sum(extra.values())
+    message = f": {gone} of the reference's {total} samples are missing, {others} others are there"
+    found.add(step, SAMPLES, ranks, mismatch(message))
+
+
+def judge_activations(
+    step: int,
+    reference: dict[Key, list[Rows]],
+    actual: dict[Key, list[Rows]],
+    kinds: dict[tuple[int, str], str],
+    same_layout: bool,
+    drift: Drift,
+    unit: float,
+    norm_eps: float | None,
+    found: Divergence,
+) -> list[tuple[Key, tuple[int, ...], Result]]:
+    """Judge the activations of modules that both runs have, sample by sample.
+
+    kinds: what the rows are, see rows_of_modules. same_layout: ranks have the same places in both runs.
+    """
+    results = []
+    for key, rows in actual.items():
+        if key not in reference:
+            continue
+        by_group = defaultdict(list)
+        for row in rows:
+            by_group[row.ranks].append(row)
+        for ranks, of_ranks in by_group.items():
+            # A plain tensor may be a shard. With the same ranks in both runs, a rank's own is meant.
+            own = [row for row in reference[key] if same_layout and row.ranks == ranks] or reference[key]
+            kind = kinds[step, key[1].partition(" call ")[0]]
+            result = judge_rows(of_ranks, own, kind, key[1], drift, unit, norm_eps)
+            if isinstance(result, Result):
+                results.append((key, ranks, result))
+            else:
+                found.skipped[result][key[1]].add(step)
+    if step == 1 and (only := reference.keys() ^ actual.keys()):
+        where = "compiled or wrapped in the other"
+        names = some_of([name for _, name in sorted(only)])
+        found.note(f"activations of {len(only)} modules are in one run only ({names}): {where}")
+    return results
+
+
+def add_activations(
+    step: int, results: list[tuple[Key, tuple[int, ...], Result]], agrees: bool, found: Divergence
+) -> None:
+    """Keep the results of activations. agrees: the loss and all gradients of the step do.
+
+    Then one that does not holds the samples in an order of its own, such as sorted by their length, or
+    two views one after the other; or nothing depends on it. No order explains another type, or NaN: those
+    have an error that cannot be measured.
+    """
+    for key, ranks, result in results:
+        if agrees and not result.passed and isfinite(result.eps):
+            found.skipped[REORDERED][key[1]].add(step)
+        else:
+            found.add(step, key, ranks, result)
+
+
+def say_skipped(found: Divergence) -> None:
+    """Note which activations and buffers were not compared, and why."""
+    for reason, by_name in found.skipped.items():
+        steps = sorted(set().union(*by_name.values()))
+        when = f"step{'s' if len(steps) > 1 else ''} {ranges(steps)}"
+        what = "buffers" if reason == UPDATED else "activations"
+        found.note(f"{what} not compared in {when}: {len(by_name)}, {reason} ({some_of(list(by_name))})")
+
+
+def some_of(names: list[str]) -> str:
+    """Return the first names of many."""
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])

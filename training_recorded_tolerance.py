@@ -1,4 +1,4 @@
-"""One sketch against another: the criterion for recordings, and what is allowed on top.
+"""One sketch against another: the criterion for recordings, what is allowed on top, and what is found.
 
     norm(actual - reference) <= 16 eps * norm(reference) + what is allowed on top      (bfloat16: 2 eps)
 
@@ -13,7 +13,10 @@ from math import inf, prod
 import torch
 
 from training_recordings import Whole
+from training_records import Finding, Key
 from training_tolerance import NORM_EPS, Result, bound_of, drift_share, mismatch, share_of_rounding
+
+KINDS = ("inputs", "activations", "losses", "gradients", "parameters", "buffers")  # in causal order
 
 # ---------------------------------------------------------------- one tensor against another
 
@@ -142,3 +145,59 @@ def scale_of_rounding(name: str, gradients: dict[str, list[Whole]]) -> float:
 def floor_of(gradients: dict[str, list[Whole]], eps: float) -> float:
     """Return the magnitude below which a gradient of this step is zero but for rounding."""
     return share_of_rounding(eps) * max((copies[0].largest for copies in gradients.values()), default=0.0)
+
+
+# ---------------------------------------------------------------- what is found
+
+
+class Divergence:
+    """What comparing two recordings has found; with the fields that training_comparison.Comparison has."""
+
+    def __init__(self, world_size: int, steps: int) -> None:
+        self.results: dict[Key, list[tuple[int, int, Result]]] = defaultdict(list)  # (rank, step, result)
+        self.findings: list[Finding] = []
+        self.scores = [[0.0] * (steps + 1) for _ in range(world_size)]  # by rank and step
+        self.notes: list[str] = []  # what is to be known, and no mistake
+        self.order: list[Key] = []  # keys as they come in a step
+        # Steps in which an activation was not compared, by the reason and its name.
+        self.skipped: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+
+    def add(self, step: int, key: Key, ranks: tuple[int, ...], result: Result) -> None:
+        """Keep the result of a tensor that these ranks have."""
+        if key not in self.results:
+            self.order.append(key)
+        for rank in ranks:
+            self.results[key].append((rank, step, result))
+            self.scores[rank][step] = max(self.scores[rank][step], result.score)
+            if not result.passed:
+                self.findings.append(Finding(step, rank, *key, "reference", result.message))
+
+    def note(self, text: str) -> None:
+        """Keep a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @property
+    def path(self) -> list[dict]:
+        """The way through the model: of each activation and gradient, by step, the worst error in eps.
+
+        Activations are in the order of execution, gradients from the last layer to the first.
+        """
+        found = []
+        for kind in ("activations", "gradients"):
+            for key in [key for key in self.order if key[0] == kind]:
+                by_step: dict[int, list[Result]] = defaultdict(list)
+                for _, step, result in self.results[key]:
+                    by_step[step].append(result)
+                steps = range(1, len(self.scores[0]))
+                errors = [max((r.eps for r in by_step[step]), default=None) for step in steps]
+                failed = [any(not r.passed for r in by_step[step]) for step in steps]
+                found.append({"kind": kind, "name": key[1], "eps": errors, "failed": failed})
+        return found
+
+    def by_kind(self) -> dict[str, list[Result]]:
+        """Return the results of each kind of tensor."""
+        kinds = {kind: [] for kind in KINDS}
+        for (kind, _), results in self.results.items():
+            kinds[kind] += [result for _, _, result in results]
+        return kinds
