@@ -65,6 +65,7 @@ def allow_adaptive_steps(allowed: dict[str, float], recording: Recording, step: 
     for name, (first, *others) in gradients.items():
         optimizer, group = settings.get(name, ("", {}))
         if optimizer not in LINEAR and any(not torch.equal(copy.sketch, first.sketch) for copy in others):
+            # By the gradient's own norm: copies that differ by more than its rounding are a finding already.
             allowed[name] += adaptive_allowance(first, group.get("lr", 0.0), unit, floor)
 
 
