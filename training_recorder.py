@@ -521,6 +521,11 @@ def _wait_for_all(world_size: int, name: str) -> None:
         if store.add(f"parity-recorded-{name}", 1) == world_size:
             store.set(f"parity-all-recorded-{name}", "")
         store.wait([f"parity-all-recorded-{name}"])
+        # Without an agent the store ends with rank 0, which stays until the others have their answer.
+        if store.add(f"parity-left-{name}", 1) == world_size:
+            store.set(f"parity-all-left-{name}", "")
+        if dist.get_rank() == 0:
+            store.wait([f"parity-all-left-{name}"])
     except RuntimeError as error:
         raise InputError(
             f"another rank did not reach this step: {str(error).splitlines()[0]}; all have to step as often"

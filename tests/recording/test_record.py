@@ -383,6 +383,37 @@ def test_a_script_is_stopped_and_its_finally_blocks_run(ran, ranks):
     assert len(stopped.contents) == ranks
 
 
+LATE = """
+import os, time
+import torch.distributed as dist
+from training_recorder import _wait_for_all
+
+class Late:
+    def __getattr__(self, name):
+        return getattr(store, name)
+
+    def wait(self, keys):
+        time.sleep(1)
+        store.wait(keys)
+
+dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
+if dist.get_rank():
+    dist.distributed_c10d._get_default_store = Late
+_wait_for_all(2, "late")
+os._exit(0)
+"""
+
+
+def test_the_rank_with_the_store_ends_last(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r}){LATE}")
+    runs = Runs(tmp_path)
+    runs.add("late", 2, script)
+    runs.run()
+    assert runs.statuses["late"] == [0, 0], (tmp_path / "late-1.err").read_text()
+
+
 def test_a_rank_that_waits_for_another_ones_next_step_is_stopped(ran):
     assert ran["pipeline-stop"].statuses == [0, 0] and len(ran["pipeline-stop"].contents) == 2
     assert [len(run.contents) for run in (ran["one-step"], ran["one-step-ddp"])] == [1, 2]
