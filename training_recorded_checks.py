@@ -7,7 +7,7 @@ import torch
 from training_recorded_tolerance import adaptive_allowance, floor_of, judge_whole
 from training_recordings import Recording, Whole, rates_of
 from training_records import Finding, Key, ranges
-from training_tolerance import LINEAR, NORM_EPS
+from training_tolerance import LINEAR, NORM_EPS, largest_step
 
 CHECKS = {
     "finite": "no value is NaN or infinite",
@@ -66,7 +66,8 @@ def allow_adaptive_steps(allowed: dict[str, float], recording: Recording, step: 
         optimizer, group = settings.get(name, ("", {}))
         if optimizer not in LINEAR and any(not torch.equal(copy.sketch, first.sketch) for copy in others):
             # By the gradient's own norm: copies that differ by more than its rounding are a finding already.
-            allowed[name] += adaptive_allowance(first, group.get("lr", 0.0), unit, floor)
+            rate = group.get("lr", 0.0) * largest_step(optimizer, group.get("alpha", 0.99))
+            allowed[name] += adaptive_allowance(first, rate, unit, floor)
 
 
 def check_copies(

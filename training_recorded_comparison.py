@@ -18,6 +18,7 @@ from training_recorded_samples import (
     compare_samples,
     judge_activations,
     matched_keys,
+    rerouted,
     rows_of_modules,
     say_skipped,
 )
@@ -44,8 +45,11 @@ from training_recordings import (
     shown,
     unit_of,
 )
-from training_records import LOSS, Finding
-from training_tolerance import LINEAR, NORM_EPS, Result, Tolerance, bound_of, mismatch
+from training_records import LOSS, Finding, Key
+from training_tolerance import LINEAR, NORM_EPS, Result, Tolerance, bound_of, largest_step, mismatch
+
+# Share of the rows that rounding may send to other experts. In bfloat16 one of 32 was seen, under Adam.
+REROUTED = 0.05
 
 
 def compare_recordings(reference: Recording | None, actual: Recording, tolerance: Tolerance) -> Outcome:
@@ -69,6 +73,15 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         compare_samples(step, *keys, eps, (reference, actual), found)
         activations = activations_of(reference, step, keys[0]), activations_of(actual, step, keys[1])
         results = judge_activations(step, *activations, kinds, same_layout, drift, unit, norm_eps, found)
+        if (
+            step > 1
+            and not found.findings
+            and rounding_rerouted(reference, actual, step, kinds, results, found)
+        ):
+            steps = range(step, actual.steps + 1)
+            pairs = [[losses_of(run, one, CONVENTIONS[0]) for run in (reference, actual)] for one in steps]
+            losses += [{"reference": one, "actual": other} for one, other in pairs]
+            break
         before = len(found.findings)
         losses.append(compare_losses(step, reference, actual, conventions, unit, norm_eps, found))
         compare_gradients(step, reference, actual, unit, norm_eps, drift, found)
@@ -84,6 +97,35 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
     keys = sorted(found.results, key=lambda key: KINDS.index(key[0]))  # each kind as it came
     order = {key: place for place, key in enumerate(keys)}
     return Outcome(found, checks, [], losses, in_causal_order(findings, order))
+
+
+def rounding_rerouted(
+    reference: Recording,
+    actual: Recording,
+    step: int,
+    kinds: dict[tuple[int, str], str],
+    results: list[tuple[Key, tuple[int, ...], Result]],
+    found: Divergence,
+) -> bool:
+    """Say whether from here on nothing can be compared, since rounding sent rows to other experts.
+
+    So it is if a few rows went elsewhere and every activation before agrees. results: of the activations
+    of this step, in the order of execution; those before are kept.
+    """
+    modules, share = rerouted(reference, actual, step, kinds)
+    executed = [entry["name"] for entry in actual.of_step(step)[0]["activations"]]
+    if not 0 < share <= REROUTED or not set(modules) & set(executed):
+        return False
+    first = min(executed.index(name) for name in modules if name in executed)
+    before = [result for result in results if result[0][1] in executed[:first]]
+    if not all(result.passed for _, _, result in before):
+        return False
+    add_activations(step, before, False, found)
+    found.note(
+        f"step {step}: {share:.1%} of the rows went to other experts than in the reference, first "
+        f"{executed[first]}; everything before agrees, so rounding decided. From there on nothing is compared"
+    )
+    return True
 
 
 def compare_start(reference: Recording, actual: Recording, found: Divergence) -> None:
@@ -207,7 +249,8 @@ def compare_parameters(
             gradient = gradients[name][0]
             (drift.silent.add if gradient.largest <= floor else drift.silent.discard)(name)
             scale = scale_of_rounding(name, gradients)
-            drift.allowed[name] += adaptive_allowance(gradient, group.get("lr", 0.0), unit, floor, scale)
+            rate = group.get("lr", 0.0) * largest_step(optimizer, group.get("alpha", 0.99))
+            drift.allowed[name] += adaptive_allowance(gradient, rate, unit, floor, scale)
         bound = bound_of(unit, len(expected.shape), None)
         more = bound * unit * moved + drift.allowed[name]
         differences = []

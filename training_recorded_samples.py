@@ -206,6 +206,24 @@ def judge_rows(
     return result if result.passed or kind == "samples" else CHOSEN
 
 
+def rerouted(
+    reference: Recording, actual: Recording, step: int, kinds: dict[tuple[int, str], str]
+) -> tuple[list[str], float]:
+    """Return the modules, such as experts, that got more or fewer rows than in the reference.
+
+    Also the share of all rows of such modules that went to another one.
+    """
+    counts = [Counter(), Counter()]
+    for run, rows in zip((reference, actual), counts, strict=True):
+        for rank in run.first_ranks:
+            for entry in run.of_step(step)[rank]["activations"]:
+                if kinds[step, entry["name"]] in ("chosen", "unsure"):
+                    rows[entry["name"]] += entry["shape"][0]
+    moved = {name: abs(counts[1][name] - rows) for name, rows in counts[0].items()}
+    share = sum(moved.values()) / 2 / max(1, counts[0].total())
+    return [name for name, rows in moved.items() if rows], share
+
+
 def compare_samples(
     step: int,
     reference: list[list[list]],

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from typing import NamedTuple
@@ -9,7 +10,9 @@ from typing import NamedTuple
 import pytest
 from conftest import ENVIRONMENT, ROOT
 
+import training_recorded_comparison
 from compare_training import main
+from training_recordings import read_rank_file, write_rank_file
 
 SCRIPTS, TOOLS = ROOT / "tests" / "field_cases", ROOT / "tests" / "tools"
 STEPS = 4
@@ -260,3 +263,29 @@ def test_every_variant_is_compared():
     for script in SCRIPTS.glob("*.py"):
         wrong = re.findall(r'"(wrong\w*)"', script.read_text())
         assert {(script.stem, variant) for variant in ("right", *wrong)} <= compared, script
+
+
+@pytest.mark.parametrize(("share", "step", "gate"), [(0.2, 3, 1), (0.2, 3, 1.1), (0.05, 3, 1), (0.2, 1, 1)])
+def test_rounding_may_send_rows_to_another_expert(recorded, call, tmp_path, monkeypatch, share, step, gate):
+    monkeypatch.setattr(training_recorded_comparison, "REROUTED", share)
+    actual = tmp_path / "actual"
+    shutil.copytree(find(recorded, "moe", "right", 2), actual)
+    content = read_rank_file(actual / "rank-0.pt")
+    record = content["steps"][step - 1]
+    entries = {entry["name"]: entry for entry in record["activations"]}
+    for name, more in zip(
+        [name for name in entries if name.startswith("experts.")][:2], (1, -1), strict=True
+    ):
+        rows, *width = entries[name]["shape"]
+        entries[name]["shape"] = (rows + more, *width)
+    entries["gate"]["samples"] *= gate
+    record["losses"] = [1.1 * loss for loss in record["losses"]]  # as the other expert makes it
+    write_rank_file(actual / "rank-0.pt", **content)
+    done = call(main, "--reference-dir", find(recorded, "moe", "right", 1), "--actual-dir", actual)
+    if (share, step, gate) == (0.2, 3, 1):
+        words = r"note: step 3: 12\.5% of the rows went to other experts .*, first experts\.\d; everything"
+        assert done.status == 0 and re.search(words, done.out), done.out
+        assert re.search(r"^   4 +\d", done.out, re.MULTILINE)  # losses are shown all the same
+    else:
+        where = "activations gate" if gate != 1 else "losses global loss"
+        assert done.status == 1 and f"step {step}, {where}" in done.out, done.out
