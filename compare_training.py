@@ -23,10 +23,12 @@ from math import inf, isfinite
 from pathlib import Path
 
 from training_common import InputError, make_parser, write_then_rename
-from training_comparison import Outcome, cause_of, compare_runs, ranks_of
+from training_comparison import Outcome, cause_of, compare_runs, in_causal_order, ranks_of
+from training_evidence import ROUNDING_EPS
 from training_recorded_comparison import compare_recordings, worst_element
 from training_recorded_diagnosis import cause_of_recordings
 from training_recorded_tolerance import Divergence
+from training_recorded_witness import judge_by_witness
 from training_recordings import Recording, is_recording
 from training_records import KINDS, LAYOUT, SCHEMA, SHOWN, Run, check_same_job, ranges
 from training_tolerance import ELEMENT_EPS, NORM_EPS, Result, Tolerance
@@ -335,6 +337,11 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         help="a run of one rank: shows both runs' errors against it, allows its slack",
     )
+    option(
+        "--witness",
+        type=Path,
+        help="for recordings in bfloat16: one of the same script in float32 on one rank",
+    )
     option("--world-size", type=int, help="ranks of the run in question; recordings say it themselves")
     option("--rtol", type=tolerance_number, help=f"default: {ELEMENT_EPS:g} eps of the dtype")
     option(
@@ -354,9 +361,13 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError(f"{args.actual_dir} holds no recording; give --world-size for results of train()")
     if args.world_size is not None and args.world_size < 1:
         raise InputError(f"--world-size is {args.world_size}; nothing to compare, use at least 1")
-    others = [path for path in (args.reference_dir, args.oracle_dir) if path]
+    others = [path for path in (args.reference_dir, args.oracle_dir, args.witness) if path]
     if args.actual_dir.resolve() in [path.resolve() for path in others]:
         raise InputError(f"{args.actual_dir} would be compared with itself; give two runs")
+    if args.witness and not (recorded and args.reference_dir):
+        raise InputError(
+            "--witness judges two recordings; give --reference-dir and --actual-dir of recordings"
+        )
     if args.oracle_dir and not args.reference_dir:
         raise InputError("--oracle-dir is shown beside a reference; give it as --reference-dir instead")
     if args.oracle_dir and (args.oracle_dir / "rank-1.pt").exists():
@@ -425,11 +436,15 @@ def compare_sketches(args: argparse.Namespace, tolerance: Tolerance) -> tuple[Ru
             "out"
         )
     reference = args.reference_dir and Recording(args.reference_dir)
-    outcome = compare_recordings(reference, actual, tolerance)
-    cause = None
+    outcome, cause, unit = compare_recordings(reference, actual, tolerance), None, 0.0
+    if args.witness:
+        added, own_errors = judge_by_witness(outcome.comparison, reference, actual, Recording(args.witness))
+        outcome = outcome._replace(findings=in_causal_order(outcome.findings + added, outcome.order))
     if outcome.findings:
         first = outcome.findings[0]
-        cause = cause_of_recordings(first, ranks_of(first, outcome.findings), reference, actual)
+        if args.witness and first in added:
+            unit = own_errors[(first.kind, first.name), first.step] / ROUNDING_EPS
+        cause = cause_of_recordings(first, ranks_of(first, outcome.findings), reference, actual, unit)
     return {"reference": reference, "actual": actual, "oracle": None}, outcome, cause
 
 

@@ -181,6 +181,7 @@ class Outcome(NamedTuple):
     against_oracle: list[Comparison]  # of the reference and the actual run, if there is an oracle
     losses: list[dict[str, float | None]]  # by step, of rank 0 in each run
     findings: list[Finding]  # in causal order
+    order: dict[Key, int] = {}  # of the tensors in a step
 
 
 def compare_runs(

@@ -73,14 +73,11 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         compare_samples(step, *keys, eps, (reference, actual), found)
         activations = activations_of(reference, step, keys[0]), activations_of(actual, step, keys[1])
         results = judge_activations(step, *activations, kinds, same_layout, drift, unit, norm_eps, found)
-        if (
-            step > 1
-            and not found.findings
-            and rounding_rerouted(reference, actual, step, kinds, results, found)
-        ):
-            steps = range(step, actual.steps + 1)
-            pairs = [[losses_of(run, one, CONVENTIONS[0]) for run in (reference, actual)] for one in steps]
-            losses += [{"reference": one, "actual": other} for one, other in pairs]
+        may_reroute = step > 1 and not found.findings  # by what earlier steps are allowed to differ
+        if may_reroute and rounding_rerouted(reference, actual, step, kinds, results, found):
+            for later in range(step + 1, actual.steps + 1):
+                *keys, eps = matched_keys(reference, actual, later)
+                compare_samples(later, *keys, eps, (reference, actual), found)
             break
         before = len(found.findings)
         losses.append(compare_losses(step, reference, actual, conventions, unit, norm_eps, found))
@@ -88,6 +85,9 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         add_activations(step, results, len(found.findings) == before, found)
         compare_parameters(step, reference, actual, unit, norm_eps, drift, found)
         compare_buffers(step, reference, actual, same_layout, unit, norm_eps, drift, found)
+    for step in range(len(losses) + 1, actual.steps + 1):
+        one, other = (losses_of(run, step, CONVENTIONS[0]) for run in (reference, actual))
+        losses.append({"reference": one, "actual": other})
     say_skipped(found)
     if drift.explained and not found.findings:
         optimizer = next(iter(drift.explained.values()))
@@ -96,7 +96,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
     findings = found.findings + [finding for check in checks for finding in check.findings]
     keys = sorted(found.results, key=lambda key: KINDS.index(key[0]))  # each kind as it came
     order = {key: place for place, key in enumerate(keys)}
-    return Outcome(found, checks, [], losses, in_causal_order(findings, order))
+    return Outcome(found, checks, [], losses, in_causal_order(findings, order), order)
 
 
 def rounding_rerouted(
@@ -107,7 +107,7 @@ def rounding_rerouted(
     results: list[tuple[Key, tuple[int, ...], Result]],
     found: Divergence,
 ) -> bool:
-    """Say whether from here on nothing can be compared, since rounding sent rows to other experts.
+    """Say whether from here on samples alone can be compared, since rounding sent rows to other experts.
 
     So it is if a few rows went elsewhere and every activation before agrees. results: of the activations
     of this step, in the order of execution; those before are kept.
@@ -123,7 +123,8 @@ def rounding_rerouted(
     add_activations(step, before, False, found)
     found.note(
         f"step {step}: {share:.1%} of the rows went to other experts than in the reference, first "
-        f"{executed[first]}; everything before agrees, so rounding decided. From there on nothing is compared"
+        f"{executed[first]}; everything before agrees, so rounding decided. From there on only samples are "
+        "compared"
     )
     return True
 

@@ -60,11 +60,15 @@ UPDATES = [
 
 
 def cause_of_recordings(
-    first: Finding, ranks: list[int], reference: Recording | None, actual: Recording
+    first: Finding,
+    ranks: list[int],
+    reference: Recording | None,
+    actual: Recording,
+    unit: float = 0.0,
 ) -> str | None:
     """Return the likely cause of the first finding in plain words, None if nothing explains it.
 
-    ranks: those on which it differs.
+    ranks: those on which it differs. unit: eps in which rounding is measured, by default the recordings'.
     """
     key = (first.kind, first.name)
     if cause := of_tensors.not_finite(first, reference, actual):
@@ -81,7 +85,7 @@ def cause_of_recordings(
         steps_of(reference, key, first.step, actual, own=False) if reference else None,
         describe_ranks(actual, first),
         [[(None, None)] * actual.steps for _ in range(actual.world_size)],
-        unit_of(reference or actual, actual),
+        unit or unit_of(reference or actual, actual),
     )
     hypotheses = (
         FACTORS

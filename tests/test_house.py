@@ -25,6 +25,7 @@ ORDER = [
     "training_recorded_samples",
     "training_recorded_checks",
     "training_recorded_comparison",
+    "training_recorded_witness",
     "training_recorded_causes_samples",
     "training_recorded_causes_tensors",
     "training_recorded_diagnosis",

@@ -289,3 +289,39 @@ def test_rounding_may_send_rows_to_another_expert(recorded, call, tmp_path, monk
     else:
         where = "activations gate" if gate != 1 else "losses global loss"
         assert done.status == 1 and f"step {step}, {where}" in done.out, done.out
+
+
+@pytest.mark.parametrize("names", [None, ("0.weight",)])
+def test_a_witness_in_float32_shows_what_bfloat16_hides(recorded, call, tmp_path, names):
+    reference = find(recorded, "mixed", "right", 1)
+    arguments = ["--reference-dir", reference, "--witness", find(recorded, "mixed", "right_fp32", 1)]
+    done = call(main, *arguments, "--actual-dir", find(recorded, "mixed", "right", 2))
+    assert done.status == 0, done.out
+    assert re.search(
+        r"^note: against the witness: errors are up to [01][.\d]* times the", done.out, re.MULTILINE
+    )
+
+    actual = tmp_path / "actual"
+    shutil.copytree(find(recorded, "mixed", "right", 2), actual)
+    for rank in range(2):
+        content = read_rank_file(actual / f"rank-{rank}.pt")
+        for name, gradient in content["steps"][0]["gradients"].items():
+            if names is None or name in names:
+                gradient["sketch"] *= 1.01
+        write_rank_file(actual / f"rank-{rank}.pt", **content)
+    assert call(main, "--reference-dir", reference, "--actual-dir", actual).status == 0
+    done = call(main, *arguments, "--actual-dir", actual)
+    assert done.status == 1, done.out
+    assert re.search(
+        r"step 1, gradients [03]\.weight: its error against the witness is .* times the", done.out
+    )
+    assert re.search(r"Likely cause: (not known|gradients .* are 1\.01x the reference)", done.out), done.out
+
+
+def test_a_witness_needs_two_recordings(recorded, call):
+    one = find(recorded, "mixed", "right", 1)
+    done = call(main, "--actual-dir", find(recorded, "mixed", "right", 2), "--witness", one)
+    assert done.status == 2 and "--witness judges two recordings" in done.err
+    arguments = ["--reference-dir", one, "--actual-dir", find(recorded, "mixed", "right", 2)]
+    done = call(main, *arguments, "--witness", find(recorded, "moe", "right", 1))
+    assert done.status == 2 and "is in the" in done.err

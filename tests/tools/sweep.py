@@ -165,7 +165,8 @@ def run(seed: int, model: str, optimizer: str, precision: str, plan: str, mistak
         share = (labels != IGNORED).sum() / replicas  # the plan takes the mean of the replicas
         (loss if mistake == "means" else loss / share).backward()
         for parameter in net.parameters() if mistake == "factor" else ():
-            parameter.grad.mul_(1.05)
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.05)
         optimizer.step()
 
 
