@@ -266,6 +266,13 @@ def test_a_wrong_gradient_comes_before_a_later_one_that_is_missing(made_cause):
             "gradients weight agree only within the groups of ranks {0} {1} {2} {3}: not reduced over all "
             "replicas",
         ),
+        fault(
+            gradient(lambda g, about: (1 + about["rank"]) * g, "weight"),
+            "gradients weight agree only within the groups of ranks {0, 3} {1} {2}: not reduced over all "
+            "replicas",
+            1,
+            2,
+        ),
     ],
 )
 def test_gradients_that_differ_without_a_reference(made_cause, change, sentence, ranks):

@@ -313,6 +313,10 @@ def test_pipeline_stages_without_a_loss(check):
     assert check(titan_log([-1.0] * 10, prefix="[rank0]:") + titan_log(prefix="[rank1]:")).status == 0
 
 
+def test_a_loss_below_minus_one_is_a_loss(check):
+    assert check(titan_log([-1.5 - 0.1 * step for step in range(10)])).status == 0
+
+
 def test_resumed_run_that_logs_every_tenth_step(check):
     lines = titan_log(LOSSES[1:4], total=530, every=10)
     lines = [re.sub(r"step:  1 ", "step: 510 ", line) for line in lines]

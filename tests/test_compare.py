@@ -5,12 +5,13 @@ Faults are planted in a copy of a real four-rank run: one thing is altered at a 
 
 import pickle
 import shutil
+import sys
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import RANKS, SCRIPTS, STEPS, copy_run, edit, edit_all
+from conftest import RANKS, ROOT, SCRIPTS, STEPS, copy_run, edit, edit_all, run
 
 import compare_training
 from training_comparison import Comparison
@@ -522,3 +523,8 @@ def test_options_that_have_no_default(compare, pair):
         assert (done.status, done.err.count("\n")) == (2, 1)
         required = {"--actual-dir": "the following arguments are required: --actual-dir"}
         assert required.get(option, "holds no recording; give --world-size") in done.err
+
+
+def test_the_command_ends_with_the_status_of_the_comparison():
+    done = run(sys.executable, ROOT / "compare_training.py", "--actual-dir", "nowhere", "--world-size", 1)
+    assert done.status == 2 and done.err.startswith("error: nowhere is not a directory")

@@ -158,6 +158,7 @@ def test_everything_that_is_written(three, compare_three, tmp_path):
     for row, expected in zip(scores, ([0, one, 0], [0, one], *[[0, other, 2**20]] * 2), strict=True):
         assert row == pytest.approx(expected, rel=1e-3)
     assert all(row["checked"] and row["text"] for row in found["invariants"])
+    assert [row["checked"] for row in found["invariants"] if row["name"] == "nonzero"] == [9, 9]
     assert [(row["run"], row["name"], row["failed"]) for row in found.pop("invariants")] == [
         *(("actual", "finite", 1), ("actual", "nonzero", 0), ("actual", "ranks agree", 2)),
         *(("actual", "outputs", 0), ("actual", "loss", 0), ("actual", "update", 0), ("actual", "sgd", 2)),
