@@ -27,7 +27,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 GOAL = 0.9
 COMPARISON = ("test_tolerance", "test_mesh", "test_findings", "test_invariants", "test_compare")
-CAUSES = ("test_causes_forward", "test_causes_backward", "test_diagnose", "silent_bugs/test_detection")
+COMPARISON += ("test_real_training",)
+CAUSES = ("test_causes_forward", "test_causes_backward", "test_diagnose", "test_real_training")
+CAUSES += ("silent_bugs/test_detection",)
 # What is judged with, and the tests of it.
 TESTS = {
     "training_records.py": COMPARISON,
