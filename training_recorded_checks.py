@@ -1,13 +1,14 @@
 """What must hold in a recording by itself."""
 
 from collections import defaultdict
+from math import inf
 
 import torch
 
-from training_recorded_tolerance import adaptive_allowance, floor_of, judge_whole
+from training_recorded_tolerance import adaptive_allowance, floor_of, judge_whole, scale_of_rounding
 from training_recordings import Recording, Whole, rates_of
 from training_records import Finding, Key, ranges
-from training_tolerance import LINEAR, NORM_EPS, largest_step
+from training_tolerance import LINEAR, NORM_EPS, bound_of, largest_step
 
 CHECKS = {
     "finite": "no value is NaN or infinite",
@@ -38,7 +39,8 @@ def check_recording(run: str, recording: Recording, unit: float) -> Checks:
     """Check what must hold in a recording by itself."""
     checks, allowed = Checks(run), defaultdict(float)  # on top, for copies of a parameter
     for step in range(1, recording.steps + 1):
-        nonzero = False
+        nonzero, gradients = False, recording.tensors(step, "gradients")
+        floor = floor_of(gradients, unit)
         allow_adaptive_steps(allowed, recording, step, unit)
         for kind in ("gradients", "before", "parameters"):
             name_of_kind = "parameters" if kind == "before" else kind
@@ -46,8 +48,13 @@ def check_recording(run: str, recording: Recording, unit: float) -> Checks:
                 nonzero |= kind == "gradients" and any(copy.largest for copy in copies)
                 key = (name_of_kind, name)
                 at = step - 1 if kind == "before" else step
+                more = allowed[name] if kind == "parameters" else 0.0
+                if kind == "gradients":
+                    silent = max(copy.largest for copy in copies) <= floor
+                    rounding = inf if silent else scale_of_rounding(name, gradients)
+                    bound = bound_of(unit, len(copies[0].shape), None)
+                    more = bound * unit * (rounding - copies[0].norm)
                 if kind != "before" or step == 1:
-                    more = allowed[name] if kind == "parameters" else 0.0
                     check_copies(checks, at, key, copies, unit, more)
         checks.checked["nonzero"] += 1
         if not nonzero:
@@ -65,9 +72,9 @@ def allow_adaptive_steps(allowed: dict[str, float], recording: Recording, step: 
     for name, (first, *others) in gradients.items():
         optimizer, group = settings.get(name, ("", {}))
         if optimizer not in LINEAR and any(not torch.equal(copy.sketch, first.sketch) for copy in others):
-            # By the gradient's own norm: copies that differ by more than its rounding are a finding already.
             rate = group.get("lr", 0.0) * largest_step(optimizer, group.get("alpha", 0.99))
-            allowed[name] += adaptive_allowance(first, rate, unit, floor)
+            scale = scale_of_rounding(name, gradients)
+            allowed[name] += adaptive_allowance(first, rate, unit, floor, scale)
 
 
 def check_copies(

@@ -109,20 +109,16 @@ class Drift:
         return drift_share(counted, eps) * norm
 
 
-def adaptive_allowance(
-    gradient: Whole, rate: float, eps: float, floor: float, scale: float | None = None
-) -> float:
+def adaptive_allowance(gradient: Whole, rate: float, eps: float, floor: float, scale: float) -> float:
     """Return the norm by which one step of Adam, or its kin, may differ because of rounding.
 
     Its step is about rate * g / sqrt(mean of g squared), for each element by itself. Rounding of a
     gradient is of the size r = 16 eps * (root mean square of the gradient), whatever the element. So an
     element of size g may move by rate * min(2, r / g) more or less. A gradient that is zero is so in both
-    runs. One that stays below the floor is nothing but rounding. scale: see scale_of_rounding; by default
-    the gradient's norm.
+    runs. One that stays below the floor is nothing but rounding. scale: see scale_of_rounding.
     """
     count = int(gradient.magnitudes.sum()) + gradient.zeros
-    norm = gradient.norm if scale is None else scale
-    rounding = inf if gradient.largest <= floor else NORM_EPS * eps * norm / max(1, count) ** 0.5
+    rounding = inf if gradient.largest <= floor else NORM_EPS * eps * scale / max(1, count) ** 0.5
     size = 2.0 ** (torch.arange(256, dtype=torch.float64) - 127)  # the least of each magnitude
     size[0] = 0.0
     share = (rounding / size).clamp(max=2.0).nan_to_num(nan=0.0, posinf=2.0)

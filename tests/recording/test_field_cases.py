@@ -325,3 +325,18 @@ def test_a_witness_needs_two_recordings(recorded, call):
     arguments = ["--reference-dir", one, "--actual-dir", find(recorded, "mixed", "right", 2)]
     done = call(main, *arguments, "--witness", find(recorded, "moe", "right", 1))
     assert done.status == 2 and "is in the" in done.err
+
+
+@pytest.mark.parametrize(("change", "failed"), [({"dtype": "bfloat16"}, [2]), ({}, [])])
+def test_a_buffer_of_other_samples_has_the_references_type(recorded, call, tmp_path, change, failed):
+    actual = tmp_path / "actual"
+    shutil.copytree(find(recorded, "batchnorm", "right", 2), actual)
+    for rank in range(2):
+        content = read_rank_file(actual / f"rank-{rank}.pt")
+        content["steps"][2]["buffers"]["1.running_mean"].update(change)
+        write_rank_file(actual / f"rank-{rank}.pt", **content)
+    arguments = ["--reference-dir", find(recorded, "batchnorm", "right", 1), "--actual-dir", actual]
+    call(main, *arguments, "--json", tmp_path / "found.json")
+    rows = json.loads((tmp_path / "found.json").read_text())["tensors"]
+    found = [row["mismatched"] for row in rows if row["name"] == "1.running_mean" and row["mismatched"]]
+    assert found == failed
