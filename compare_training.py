@@ -357,6 +357,8 @@ def parse_arguments() -> argparse.Namespace:
     option("--json", type=Path, help="write everything that was found to this file")
     args = parser.parse_args()
     recorded = is_recording(args.actual_dir)
+    if args.world_size is None and not (args.actual_dir / "rank-0.pt").is_file():
+        raise InputError(f"{args.actual_dir} has no rank-0.pt: give the directory of a run that finished")
     if args.world_size is None and not recorded:
         raise InputError(f"{args.actual_dir} holds no recording; give --world-size for results of train()")
     if args.world_size is not None and args.world_size < 1:

@@ -308,6 +308,13 @@ def averaged_wrongly(evidence: Evidence) -> str | None:
     )
 
 
+def gradients_agree(evidence: Evidence) -> bool:
+    """Say whether all gradients of the step agree, far better than the loss."""
+    loss_error = relative_error(*evidence.pair())
+    pairs = [evidence.pair(kind="gradients", name=name) for name in evidence.names("gradients")]
+    return all(pair and relative_error(*pair) < 0.01 * loss_error for pair in pairs)
+
+
 def mean_of_means(evidence: Evidence) -> str | None:
     """Replicas have other numbers of samples, and the global loss weighs them equally."""
     pair, own_losses = evidence.pair(), evidence.own_losses()
@@ -318,10 +325,13 @@ def mean_of_means(evidence: Evidence) -> str | None:
     weighted = sum(count * own_losses[replica] for replica, count in enumerate(rows)) / sum(rows)
     if len(set(rows)) == 1 or not abs(weighted - pair[1].item()) <= SAME_MEAN_LOSS * abs(weighted):
         return None
-    return (
+    text = (
         f"mean of the replicas' means: they have {', '.join(map(str, rows))} samples, and weighted by these "
         f"their losses give the reference, {weighted:.6g}"
     )
+    if gradients_agree(evidence):
+        text += "; all gradients agree, so it is only the loss that is reported"
+    return text
 
 
 def other_target(evidence: Evidence) -> str | None:
@@ -332,8 +342,7 @@ def other_target(evidence: Evidence) -> str | None:
     loss_error, output_error = relative_error(*losses), relative_error(*outputs)
     if not output_error < 0.01 * loss_error:
         return None
-    gradients = [evidence.pair(kind="gradients", name=name) for name in evidence.names("gradients")]
-    if all(pair and relative_error(*pair) < 0.01 * loss_error for pair in gradients):
+    if gradients_agree(evidence):
         return (
             f"the loss is off by {loss_error:.2%}, but the outputs and all gradients agree: another loss is "
             "reported than the one of backward, such as a mean that weighs the ranks' tokens otherwise"
@@ -341,4 +350,21 @@ def other_target(evidence: Evidence) -> str | None:
     return (
         f"the outputs agree to {output_error:.1e}, but the loss is off by {loss_error:.2%}: the target, or "
         "the loss function, is another"
+    )
+
+
+# ---------------------------------------------------------------- what several kinds may come from
+
+
+def weighs_replicas_equally(evidence: Evidence) -> str | None:
+    """Nothing else explains the gradients, and replicas have other numbers of samples."""
+    outputs = [evidence.actual_tensor(rank, kind="outputs", name="output") for rank in evidence.replicas()]
+    if evidence.reference is None or any(output is None or not output.dim() for output in outputs):
+        return None
+    rows = [len(output) for output in outputs]
+    if len(set(rows)) == 1:
+        return None
+    return (
+        f"no factor explains it, but the replicas have {', '.join(map(str, rows))} samples: is each loss "
+        "scaled by its share of these? A mean over the replicas weighs their gradients equally"
     )

@@ -77,6 +77,8 @@ def scaled(evidence: Evidence) -> str | None:
         return f"{text}, a factor that is no degree of the mesh"
     if not all_tensors or common <= 0:
         return None
+    if len(evidence.ranks) < len(evidence.metadata):
+        return f"{text}, all by the same factor, and right on the other ranks: scaled there"
     if common > 1:
         return f"{text}, all by the same factor: scaled, or of a loss that is"
     norm = sum(norm**2 for norm in norms.values()) ** 0.5

@@ -215,13 +215,15 @@ def train(
 def _describe_optimizer(
     optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, float]]:
-    # By parameter its optimizer's class and learning rate; "SGD" is the plain one, without momentum.
+    # By parameter its optimizer's class and learning rate; "SGD" is the plain one, without momentum. A class
+    # of the script's own is one of torch's, if it is derived from it.
     names = {id(parameter): name for name, parameter in trained.items()}
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    torch_kind = next((kind for kind in kinds if kind != "Optimizer"), type(optimizer).__name__)
     found = {}
     for group in optimizer.param_groups:
-        kind = type(optimizer).__name__
         more = [key for key in ("momentum", "weight_decay", "maximize") if group.get(key)]
-        kind = f"{kind} with {', '.join(more)}" if kind == "SGD" and more else kind
+        kind = f"{torch_kind} with {', '.join(more)}" if torch_kind == "SGD" and more else torch_kind
         for parameter in group["params"]:
             if id(parameter) in names:
                 found[names[id(parameter)]] = kind, float(group["lr"])

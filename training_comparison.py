@@ -29,6 +29,7 @@ from training_records import (
 )
 from training_tolerance import (
     DEFAULTS,
+    NORM_EPS,
     NOTHING_MORE,
     Allowance,
     Result,
@@ -242,7 +243,8 @@ def deal(reference: Run, actual: Run) -> str | None:
 
     Equal slices in the order of the batch need nothing, and are not looked for any further. Otherwise each
     sample is known by its output: a sampler may deal them in turn, replicas may have other numbers of
-    them, the batch may be the second dimension. Without a sample for each nothing is dealt.
+    them, the batch may be the second dimension. Nothing is dealt unless each sample is found; if replicas
+    have each other's slices, which no sampler does; and if uneven slices give another loss than the batch.
     """
     replicas = actual.metadata["dp_degree"]
     if not reference.whole or replicas == 1 or in_equal_slices(reference, actual):
@@ -258,18 +260,50 @@ def deal(reference: Run, actual: Run) -> str | None:
     for step, record in enumerate(reference.first["records"], start=1):
         parts = [outputs[replica][step - 1] for replica in sorted(outputs)]
         dealt = deal_output(record["output"], parts)
-        if dealt:
+        if dealt and may_be_dealt(dealt[1], record, actual.first["records"][step - 1]):
             reference.dealt[step], rows = dealt
-            found.append(rows)
+            found.append((step, rows))
     if not found:
         return None
-    first = found[0]
+    step, first = next((one for one in found if len(set(map(len, one[1]))) > 1), found[0])
     order = [sample for samples in first for sample in samples]
     if order == sorted(order):
         sizes = ", ".join(str(len(samples)) for samples in first)
-        return f"the replicas have {sizes} of the reference's samples, in its order"
+        return f"the replicas have {sizes} of the reference's samples in step {step}, in its order"
     shown = ", ".join(map(str, first[0][:4])) + (", ..." if len(first[0]) > 4 else "")
-    return f"the replicas have the reference's samples in another order: replica 0 has {shown} in step 1"
+    return f"the replicas have the reference's samples in another order: replica 0 has {shown} in step {step}"
+
+
+def assign(fitting: list[list[int]], sizes: list[int]) -> list[list[int]]:
+    """Return which sample each row of each replica is, each at most once.
+
+    fitting: for each row the samples that it may be; there are several where samples repeat. Then the one
+    behind the last row's is meant, or the first of a slice.
+    """
+    found, taken, start = [], set(), 0
+    for size in sizes:
+        rows: list[int] = []
+        for row in range(start, start + size):
+            free = [sample for sample in fitting[row] if sample not in taken]
+            wanted = [one for one in free if (one == rows[-1] + 1 if rows else one % size == 0)]
+            rows += (wanted or free)[:1]
+            taken.update(rows[-1:])
+        found.append(rows)
+        start += size
+    return found
+
+
+def may_be_dealt(rows: list[list[int]], reference: dict, actual: dict) -> bool:
+    """Say whether these samples of replicas are one of the ways to deal them, given both runs' records."""
+    sizes = {len(samples) for samples in rows}
+    slices = all(samples == list(range(samples[0], samples[0] + len(samples))) for samples in rows if samples)
+    if len(sizes) == 1:
+        return not slices or rows == sorted(rows)
+    divides = sum(map(len, rows)) % len(rows) == 0  # otherwise there is no other way to compare
+    losses = reference["loss"], actual["loss"]
+    eps = max(eps_of(actual["output"]), 2.0**-23)
+    agree = None in losses or abs(losses[1] - losses[0]) <= NORM_EPS * eps * abs(losses[0])
+    return agree or not divides
 
 
 def in_equal_slices(reference: Run, actual: Run) -> bool:
@@ -303,15 +337,10 @@ def deal_output(
         theirs = wide(whole.movedim(dim, 0)).flatten(1)
         ours = torch.cat([wide(part.movedim(dim, 0)).flatten(1) for part in parts])
         near = torch.cdist(ours, theirs) <= SAME_SAMPLE * theirs.norm(dim=1)
-        free, rows = set(range(len(theirs))), []
-        for row in near:
-            fitting = [place for place in row.nonzero().flatten().tolist() if place in free]
-            rows += fitting[:1]
-            free -= set(fitting[:1])
-        if free:
-            continue
-        by_replica = [part.tolist() for part in torch.tensor(rows).split([p.shape[dim] for p in parts])]
-        return [whole.index_select(dim, torch.tensor(part)) for part in by_replica], by_replica
+        sizes = [part.shape[dim] for part in parts]
+        by_replica = assign([row.nonzero().flatten().tolist() for row in near], sizes)
+        if sum(map(len, by_replica)) == len(theirs):
+            return [whole.index_select(dim, torch.tensor(part)) for part in by_replica], by_replica
     return None
 
 

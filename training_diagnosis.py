@@ -71,6 +71,7 @@ GRADIENTS = [
     general.shards,
     general.narrow_type,
     general.rounded_values,
+    forward.weighs_replicas_equally,
 ]
 UPDATES = [
     general.not_finite,

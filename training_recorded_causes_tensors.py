@@ -335,11 +335,11 @@ def narrow_values(first: Finding, ranks: list[int], reference: Recording, actual
 def few_ranks(first: Finding, ranks: list[int], actual: Recording) -> str:
     """Most ranks have the right tensor. A mistake in the plan would show on all of them."""
     right = actual.world_size - len(ranks)
-    why = (
-        "not the plan, but something that happened there"
-        if first.step
-        else "not initialized, or not broadcast"
-    )
+    why = "not the plan, but something that happened there"
+    if right <= len(ranks):
+        why = "something that happened there"
+    if not first.step:
+        why = "not initialized, or not broadcast"
     return (
         f"{first.kind} {first.name} is wrong on {numbered('rank', ranks)} alone, and right on the other "
         f"{right}: {why}"

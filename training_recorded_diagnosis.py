@@ -98,7 +98,7 @@ def cause_of_recordings(
     if reference and (cause := of_tensors.last_microbatch(first, ranks, reference, actual)):
         return cause
     of_start = first.step == 0 and first.kind == "buffers" and len(ranks) < actual.world_size
-    few = first.step and first.kind != "activations" and len(ranks) < actual.world_size / 2
+    few = first.step and first.kind != "activations" and len(ranks) <= actual.world_size / 2
     if of_start or few:
         return of_tensors.few_ranks(first, ranks, actual)
     return None

@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 
 import torch
@@ -28,6 +29,8 @@ from training_common import InputError, is_dtensor, print_line
 from training_names import Names, Step, describe_optimizer, main_tensor, tensors_in, trained_by
 from training_recordings import environment, write_rank_file
 from training_sketches import describe, describe_samples, local_shard, sample_keys
+
+PATIENCE = timedelta(seconds=30)  # how long a rank waits for the others before it says so
 
 
 class Stop(SystemExit):
@@ -512,6 +515,22 @@ def _never_compile(function: Callable) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
+def _wait_patiently(store: dist.Store, name: str, world_size: int) -> None:
+    end = time.monotonic() + store.timeout.total_seconds()
+    while True:
+        try:
+            return store.wait([f"parity-all-recorded-{name}"], PATIENCE)
+        except RuntimeError:
+            if time.monotonic() > end:
+                raise
+        recorded = store.add(f"parity-recorded-{name}", 0)
+        print_line(
+            f"rank {dist.get_rank()} has recorded its steps and waits: {recorded} of {world_size} ranks "
+            "have; the others are slower, or have skipped a step",
+            sys.stderr,
+        )
+
+
 def _wait_for_all(world_size: int, name: str) -> None:
     # Through the store, not a collective. A rank that ends sooner would close connections that others use.
     if world_size == 1 or not dist.is_initialized():
@@ -520,7 +539,7 @@ def _wait_for_all(world_size: int, name: str) -> None:
     try:
         if store.add(f"parity-recorded-{name}", 1) == world_size:
             store.set(f"parity-all-recorded-{name}", "")
-        store.wait([f"parity-all-recorded-{name}"])
+        _wait_patiently(store, name, world_size)
         # Without an agent the store ends with rank 0, which stays until the others have their answer.
         if store.add(f"parity-left-{name}", 1) == world_size:
             store.set(f"parity-all-left-{name}", "")

@@ -81,10 +81,11 @@ def environment(command: list[str], device: str, steps: list[dict]) -> dict:
     """Return the metadata of a rank file, all but what the model tells."""
     version = torch_neuronx_version()
     started = dist.is_available() and dist.is_initialized()
+    # Not every launcher sets RANK: under srun a script may take its rank from SLURM_PROCID.
     return {
         "format": FORMAT,
-        "rank": int(os.environ.get("RANK", 0)),
-        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
+        "rank": dist.get_rank() if started else int(os.environ.get("RANK", 0)),
+        "world_size": dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", 1)),
         "steps": len(steps),
         "command": command,
         "device": "stand-in" if is_stand_in(version) and device == "neuron" else device,

@@ -77,7 +77,22 @@ GRADIENTS = [
         "not the plan, but something that happened there",
         2,
     ),
-    fault(gradient(lambda g: g + other(g, 0.1), "weight"), NOT_KNOWN, 2, 3),
+    fault(
+        gradient(lambda g: g + other(g, 0.1), "weight"),
+        "gradients weight are wrong on ranks 2-3 alone, in 96 of 96 elements, and right on the other 2: "
+        "something that happened there",
+        2,
+        3,
+    ),
+    fault(gradient(lambda g: g + other(g, 0.1), "weight"), NOT_KNOWN, 1, 2, 3),
+    # The other ranks have the right one: no mean over the ranks is meant.
+    fault(
+        gradient(lambda g: 3 * g, "weight"),
+        "gradients weight are wrong on ranks 2-3 alone, in 96 of 96 elements, and right on the other 2: "
+        "something that happened there",
+        2,
+        3,
+    ),
     fault(
         gradient(replicas),
         "each of the 2 replicas has its own gradients bias, and their mean over all ranks is the "

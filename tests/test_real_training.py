@@ -278,7 +278,7 @@ def dealt(rows_by_replica, dim=0, change=None, weights=None, mean=None):
     [
         ([[0, 2, 4, 6], [1, 3, 5, 7]], 0, "in another order: replica 0 has 0, 2, 4, 6 in step 1"),
         ([[0, 1, 4, 5], [2, 3, 6, 7]], 0, "in another order: replica 0 has 0, 1, 4, 5 in step 1"),
-        ([[0, 1, 2, 3], [4, 5, 6, 7]], 1, "the replicas have 4, 4 of the reference's samples"),
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], 1, "the replicas have 4, 4 of the reference's samples in step 1"),
         ([[0, 1, 2, 3], [4, 5, 6, 7]], 0, None),
     ],
 )
@@ -292,14 +292,34 @@ def test_replicas_with_other_numbers_of_samples(judge):
     rows = [[0, 1, 2, 3, 4], [5, 6, 7]]
     done = judge(*dealt(rows, weights=True))
     assert done.status == 0, done.out
-    assert "note: the replicas have 5, 3 of the reference's samples, in its order" in done.out
-    mean_of_means = (1.25 + 1.75) / 2
-    done = judge(*dealt(rows, mean=mean_of_means))
-    assert done.status == 1
+    assert "note: the replicas have 5, 3 of the reference's samples in step 1, in its order" in done.out
+    done = judge(*dealt(rows, mean=(1.25 + 1.75) / 2))
+    assert done.status == 1 and "the replicas have 3 to 5 samples (replica 0 has 5)" in cause(done)
+
+
+def test_a_mean_of_the_replicas_means(judge):
+    done = judge(*dealt([[0, 1, 2], [3, 4, 5], [6, 7]], mean=(1.125 + 1.5 + 1.8125) / 3))
+    assert done.status == 1 and "step 1, losses global loss" in done.out
     assert cause(done) == (
-        "mean of the replicas' means: they have 5, 3 samples, and weighted by these their losses give the "
-        "reference, 1.4375"
+        "mean of the replicas' means: they have 3, 3, 2 samples, and weighted by these their losses give the "
+        "reference, 1.4375; all gradients agree, so it is only the loss that is reported"
     )
+
+
+def test_gradients_that_weigh_replicas_equally(judge):
+    def change(rank, step, record):
+        record["gradients"] = {name: 1.1 * value + 0.1 for name, value in record["gradients"].items()}
+
+    done = judge(*dealt([[0, 1, 2, 3, 4], [5, 6, 7]], change=change, weights=True))
+    assert done.status == 1 and "step 1, gradients net.bias" in done.out
+    assert "the replicas have 5, 3 samples: is each loss scaled by its share of these?" in cause(done)
+    done = judge(*dealt([[0, 1, 2, 3], [4, 5, 6, 7]], change=change))
+    assert cause(done).startswith("not known")
+
+
+def test_slices_of_other_replicas_are_no_way_to_deal(judge):
+    done = judge(*dealt([[4, 5, 6, 7], [0, 1, 2, 3]]))
+    assert done.status == 1 and "slices are given to the wrong ranks" in cause(done)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,21 @@
 """record_training.py: what it records, that it changes nothing, how it ends. Real processes, real Gloo."""
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, launch, read_logs, run
 
+import training_recorder
+from training_common import InputError
 from training_recordings import read_rank_file, shard_group
 from training_sketches import SAMPLE_WIDTH
 
@@ -383,6 +389,48 @@ def test_a_script_is_stopped_and_its_finally_blocks_run(ran, ranks):
     assert len(stopped.contents) == ranks
 
 
+SRUN = """
+import os
+import torch, torch.distributed as dist
+rank = int(os.environ["SLURM_PROCID"])
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + os.environ["PORT"], rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(2, 4) + rank).sum().backward()
+    if rank or step != 1 or "SKIP" not in os.environ:
+        optimizer.step()
+"""
+
+
+def test_the_rank_is_the_process_groups(tmp_path):
+    (tmp_path / "train.py").write_text(SRUN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, RECORDER, "--output-dir", "out", "train.py"]
+    known = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ranks = [
+        subprocess.Popen(command, cwd=tmp_path, env={**known, "SLURM_PROCID": str(rank), "PORT": port})
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"rank-0.pt", "rank-1.pt"}
+
+
+def test_a_rank_that_waits_for_others_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(training_recorder, "PATIENCE", timedelta(milliseconds=200))
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    with pytest.raises(InputError, match="another rank did not reach this step"):
+        training_recorder._wait_for_all(2, "x")
+    said = capsys.readouterr().err
+    assert 3 <= said.count("rank 1 has recorded its steps and waits: 1 of 2 ranks have; the others") <= 6
+
+
 LATE = """
 import os, time
 import torch.distributed as dist
@@ -392,9 +440,9 @@ class Late:
     def __getattr__(self, name):
         return getattr(store, name)
 
-    def wait(self, keys):
+    def wait(self, keys, *timeout):
         time.sleep(1)
-        store.wait(keys)
+        store.wait(keys, *timeout)
 
 dist.init_process_group("gloo")
 store = dist.distributed_c10d._get_default_store()
