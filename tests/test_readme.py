@@ -21,7 +21,7 @@ import oracle_train
 import training_sketches
 from training_invariants import INVARIANTS
 from training_recordings import read_rank_file
-from training_tolerance import ELEMENT_EPS, NEGLIGIBLE, NORM_EPS
+from training_tolerance import ELEMENT_EPS, NEGLIGIBLE, NORM_EPS, bound_of
 
 README = (ROOT / "README.md").read_text()
 NUMERICS = (ROOT / "NUMERICS.md").read_text()
@@ -407,8 +407,10 @@ def test_every_invariant_and_default_is_described():
         assert re.search(rf"^\| {name} \| {re.escape(text)} \|", NUMERICS, re.MULTILINE), name
     assert f"| rtol {ELEMENT_EPS:g} eps, atol rtol times" in NUMERICS
     assert f"<= norm_eps * eps * norm(reference)` | norm_eps {NORM_EPS:g} |" in NUMERICS
-    for eps in (2**-23, 2**-7):
-        row = f"| {eps:.2g} | {ELEMENT_EPS * eps:.2g} | {NORM_EPS * eps:.2g}"
+    for eps, dimensions in ((2**-23, 1), (2**-23, 2), (2**-7, 1), (2**-7, 2)):
+        norm = bound_of(eps, dimensions, None)
+        element = ELEMENT_EPS / NORM_EPS * norm
+        row = f"| {eps:.2g} | {element:g} eps: {element * eps:.2g} | {norm:g} eps: {norm * eps:.2g} |"
         assert row.replace("e-0", "e-") in NUMERICS
     assert NEGLIGIBLE == 16 * 2**-23 and "below 2e-6 (16 x 2^-23) of" in NUMERICS
     assert oracle_train.KINK == 4 * 2**-23 and "k is 4 eps times the largest z" in NUMERICS
