@@ -161,13 +161,18 @@ def biases(evidence: Evidence) -> list[tuple[str, torch.Tensor]]:
 # ---------------------------------------------------------------- outputs: rows and elements
 
 
+def samples_by_replica(evidence: Evidence) -> list[int]:
+    """Return how many samples each replica has, as its output tells; empty if one has no output."""
+    outputs = [evidence.actual_tensor(rank, kind="outputs", name="output") for rank in evidence.replicas()]
+    if any(output is None or not output.dim() for output in outputs):
+        return []
+    return [len(output) for output in outputs]
+
+
 def uneven_slices(evidence: Evidence) -> str | None:
     """Replicas have different numbers of samples."""
-    outputs = [evidence.actual_tensor(rank) for rank in evidence.replicas()]
-    if any(output is None or not output.dim() for output in outputs):
-        return None
-    rows = [len(output) for output in outputs]
-    if len(set(rows)) == 1:
+    rows = samples_by_replica(evidence)
+    if len(set(rows)) <= 1:
         return None
     return (
         f"the replicas have {min(rows)} to {max(rows)} samples (replica 0 has {rows[0]}): the slices are "
@@ -317,13 +322,11 @@ def gradients_agree(evidence: Evidence) -> bool:
 
 def mean_of_means(evidence: Evidence) -> str | None:
     """Replicas have other numbers of samples, and the global loss weighs them equally."""
-    pair, own_losses = evidence.pair(), evidence.own_losses()
-    outputs = [evidence.actual_tensor(rank, kind="outputs", name="output") for rank in evidence.replicas()]
-    if pair is None or own_losses is None or any(output is None or not output.dim() for output in outputs):
+    pair, own_losses, rows = evidence.pair(), evidence.own_losses(), samples_by_replica(evidence)
+    if pair is None or own_losses is None or len(set(rows)) <= 1:
         return None
-    rows = [len(output) for output in outputs]
     weighted = sum(count * own_losses[replica] for replica, count in enumerate(rows)) / sum(rows)
-    if len(set(rows)) == 1 or not abs(weighted - pair[1].item()) <= SAME_MEAN_LOSS * abs(weighted):
+    if not abs(weighted - pair[1].item()) <= SAME_MEAN_LOSS * abs(weighted):
         return None
     text = (
         f"mean of the replicas' means: they have {', '.join(map(str, rows))} samples, and weighted by these "
@@ -358,11 +361,8 @@ def other_target(evidence: Evidence) -> str | None:
 
 def weighs_replicas_equally(evidence: Evidence) -> str | None:
     """Nothing else explains the gradients, and replicas have other numbers of samples."""
-    outputs = [evidence.actual_tensor(rank, kind="outputs", name="output") for rank in evidence.replicas()]
-    if evidence.reference is None or any(output is None or not output.dim() for output in outputs):
-        return None
-    rows = [len(output) for output in outputs]
-    if len(set(rows)) == 1:
+    rows = samples_by_replica(evidence)
+    if evidence.reference is None or len(set(rows)) <= 1:
         return None
     return (
         f"no factor explains it, but the replicas have {', '.join(map(str, rows))} samples: is each loss "

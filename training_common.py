@@ -212,15 +212,18 @@ def train(
     return records
 
 
+def torch_class(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of its class, or of the one in torch.optim from which the script's own is derived."""
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    return next((kind for kind in kinds if kind != "Optimizer"), type(optimizer).__name__)
+
+
 def _describe_optimizer(
     optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, float]]:
-    # By parameter its optimizer's class and learning rate; "SGD" is the plain one, without momentum. A class
-    # of the script's own is one of torch's, if it is derived from it.
+    # By parameter its optimizer's class and learning rate; "SGD" is the plain one, without momentum.
     names = {id(parameter): name for name, parameter in trained.items()}
-    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
-    torch_kind = next((kind for kind in kinds if kind != "Optimizer"), type(optimizer).__name__)
-    found = {}
+    torch_kind, found = torch_class(optimizer), {}
     for group in optimizer.param_groups:
         more = [key for key in ("momentum", "weight_decay", "maximize") if group.get(key)]
         kind = f"{torch_kind} with {', '.join(more)}" if torch_kind == "SGD" and more else torch_kind

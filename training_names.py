@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from training_common import InputError
+from training_common import InputError, torch_class
 from training_records import without_wrappers
 from training_sketches import local_shard
 
@@ -304,10 +304,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, skipped: bool) -> dict:
     for group in optimizer.param_groups:
         settings = {key: plain(value) for key, value in group.items() if key != "params"}
         groups.append({**settings, "names": [id(parameter) for parameter in group["params"]]})
-    # A class of the script's own is one of torch's, if it is derived from it.
-    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
-    kind = next((kind for kind in kinds if kind != "Optimizer"), type(optimizer).__name__)
-    return {"class": kind, "groups": groups, "skipped": skipped}
+    return {"class": torch_class(optimizer), "groups": groups, "skipped": skipped}
 
 
 def plain(value: object) -> object:

@@ -333,7 +333,7 @@ def narrow_values(first: Finding, ranks: list[int], reference: Recording, actual
 
 
 def few_ranks(first: Finding, ranks: list[int], actual: Recording) -> str:
-    """Most ranks have the right tensor. A mistake in the plan would show on all of them."""
+    """Half the ranks or more have the right tensor. A mistake in the plan would show on all of them."""
     right = actual.world_size - len(ranks)
     why = "not the plan, but something that happened there"
     if right <= len(ranks):

@@ -41,7 +41,7 @@ def check_recording(run: str, recording: Recording, unit: float) -> Checks:
     for step in range(1, recording.steps + 1):
         nonzero, gradients = False, recording.tensors(step, "gradients")
         floor = floor_of(gradients, unit)
-        allow_adaptive_steps(allowed, recording, step, unit)
+        allow_adaptive_steps(allowed, recording, step, unit, floor)
         for kind in ("gradients", "before", "parameters"):
             name_of_kind = "parameters" if kind == "before" else kind
             for name, copies in recording.tensors(step, kind).items():
@@ -65,10 +65,11 @@ def check_recording(run: str, recording: Recording, unit: float) -> Checks:
     return checks
 
 
-def allow_adaptive_steps(allowed: dict[str, float], recording: Recording, step: int, unit: float) -> None:
+def allow_adaptive_steps(
+    allowed: dict[str, float], recording: Recording, step: int, unit: float, floor: float
+) -> None:
     """Add what Adam, or its kin, may make of the rounding by which copies of a gradient differ."""
     gradients, settings = recording.tensors(step, "gradients"), rates_of(recording.of_step(step)[:1])
-    floor = floor_of(gradients, unit)
     for name, (first, *others) in gradients.items():
         optimizer, group = settings.get(name, ("", {}))
         if optimizer not in LINEAR and any(not torch.equal(copy.sketch, first.sketch) for copy in others):
