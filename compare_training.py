@@ -27,9 +27,10 @@ from training_comparison import Outcome, cause_of, compare_runs, in_causal_order
 from training_evidence import ROUNDING_EPS
 from training_recorded_comparison import compare_recordings, worst_element
 from training_recorded_diagnosis import cause_of_recordings
+from training_recorded_runs import Recording
 from training_recorded_tolerance import Divergence
 from training_recorded_witness import judge_by_witness
-from training_recordings import Recording, is_recording
+from training_recordings import is_recording
 from training_records import KINDS, LAYOUT, SCHEMA, SHOWN, Run, check_same_job, ranges
 from training_tolerance import ELEMENT_EPS, NORM_EPS, Result, Tolerance
 

@@ -11,8 +11,8 @@ from math import prod
 import torch
 
 from training_evidence import MAX_UNEXPLAINED, numbered
+from training_recorded_runs import CONVENTIONS, Recording, losses_of
 from training_recorded_samples import activations_of, keys_of, matched_keys
-from training_recordings import CONVENTIONS, Recording, losses_of
 from training_records import Finding
 from training_sketches import NOT_FINITE_KEY, fold
 

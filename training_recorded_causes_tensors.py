@@ -7,7 +7,7 @@ its cause in words, or None. training_recorded_diagnosis.py says in which order 
 import torch
 
 from training_evidence import MAX_UNEXPLAINED, SAME_FACTOR, numbered
-from training_recordings import Recording, Whole, other_setting, rates_of, shown, wholes
+from training_recorded_runs import Recording, Whole, other_setting, rates_of, shown, wholes
 from training_records import Finding
 from training_tolerance import factor
 

@@ -5,8 +5,8 @@ from math import inf
 
 import torch
 
+from training_recorded_runs import Recording, Whole, rates_of
 from training_recorded_tolerance import adaptive_allowance, floor_of, judge_whole, scale_of_rounding
-from training_recordings import Recording, Whole, rates_of
 from training_records import Finding, Key, ranges
 from training_tolerance import LINEAR, NORM_EPS, bound_of, largest_step
 

@@ -11,6 +11,18 @@ import torch
 from training_common import InputError
 from training_comparison import Outcome, in_causal_order
 from training_recorded_checks import check_recording
+from training_recorded_runs import (
+    CONVENTIONS,
+    KNOWN,
+    Recording,
+    choose_conventions,
+    losses_of,
+    other_setting,
+    put_together,
+    rates_of,
+    shown,
+    unit_of,
+)
 from training_recorded_samples import (
     UPDATED,
     activations_of,
@@ -32,18 +44,6 @@ from training_recorded_tolerance import (
     judge,
     judge_whole,
     scale_of_rounding,
-)
-from training_recordings import (
-    CONVENTIONS,
-    KNOWN,
-    Recording,
-    choose_conventions,
-    losses_of,
-    other_setting,
-    put_together,
-    rates_of,
-    shown,
-    unit_of,
 )
 from training_records import LOSS, Finding, Key
 from training_tolerance import LINEAR, NORM_EPS, Result, Tolerance, bound_of, largest_step, mismatch

@@ -16,7 +16,7 @@ import training_recorded_causes_samples as of_samples
 import training_recorded_causes_tensors as of_tensors
 from training_evidence import Evidence
 from training_recorded_causes_samples import activation_pair
-from training_recordings import CONVENTIONS, Recording, losses_of, rates_of, unit_of
+from training_recorded_runs import CONVENTIONS, Recording, losses_of, rates_of, unit_of
 from training_records import LOSS, Finding, Steps
 
 RECORDED = [

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from training_recorded_runs import Recording, shard_group
 from training_recorded_tolerance import Divergence, Drift, judge
-from training_recordings import Recording, shard_group
 from training_records import Key, ranges
 from training_sketches import fold
 from training_tolerance import NORM_EPS, Result, bound_of, mismatch

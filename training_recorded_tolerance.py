@@ -12,7 +12,7 @@ from math import inf, prod
 
 import torch
 
-from training_recordings import Whole
+from training_recorded_runs import Whole
 from training_records import Finding, Key
 from training_tolerance import NORM_EPS, Result, bound_of, drift_share, mismatch, share_of_rounding
 

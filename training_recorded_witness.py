@@ -12,8 +12,8 @@ from collections import defaultdict
 from math import isfinite, prod
 
 from training_recorded_comparison import compare_recordings
+from training_recorded_runs import Recording, unit_of
 from training_recorded_tolerance import Divergence
-from training_recordings import Recording, unit_of
 from training_records import Finding, Key
 from training_tolerance import DEFAULTS, NORM_EPS, bound_of
 

@@ -14,11 +14,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
@@ -27,10 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from training_common import InputError, is_dtensor, print_line
 from training_names import Names, Step, describe_optimizer, main_tensor, tensors_in, trained_by
-from training_recordings import environment, write_rank_file
+from training_recordings import environment, wait_for_all, write_rank_file
 from training_sketches import describe, describe_samples, local_shard, sample_keys
-
-PATIENCE = timedelta(seconds=30)  # how long a rank waits for the others before it says so
 
 
 class Stop(SystemExit):
@@ -453,7 +449,7 @@ class Recorder:
         rank, world_size = metadata["rank"], metadata["world_size"]
         path = self.args.output_dir / f"rank-{rank}.pt"
         # A launcher ends the ranks that wait for one that has failed: there is no file yet.
-        _wait_for_all(world_size, self.args.output_dir.name)
+        wait_for_all(world_size, self.args.output_dir.name)
         try:
             write_rank_file(path, metadata, steps)
         except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
@@ -513,39 +509,3 @@ def _never_compile(function: Callable) -> None:
     eval_frame = torch._C._dynamo.eval_frame  # its users are in torch._dynamo, which takes long to import
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-
-
-def _wait_patiently(store: dist.Store, name: str, world_size: int) -> None:
-    end = time.monotonic() + store.timeout.total_seconds()
-    while True:
-        try:
-            return store.wait([f"parity-all-recorded-{name}"], PATIENCE)
-        except RuntimeError:
-            if time.monotonic() > end:
-                raise
-        recorded = store.add(f"parity-recorded-{name}", 0)
-        print_line(
-            f"rank {dist.get_rank()} has recorded its steps and waits: {recorded} of {world_size} ranks "
-            "have; the others are slower, or have skipped a step",
-            sys.stderr,
-        )
-
-
-def _wait_for_all(world_size: int, name: str) -> None:
-    # Through the store, not a collective. A rank that ends sooner would close connections that others use.
-    if world_size == 1 or not dist.is_initialized():
-        return
-    store = dist.distributed_c10d._get_default_store()
-    try:
-        if store.add(f"parity-recorded-{name}", 1) == world_size:
-            store.set(f"parity-all-recorded-{name}", "")
-        _wait_patiently(store, name, world_size)
-        # Without an agent the store ends with rank 0, which stays until the others have their answer.
-        if store.add(f"parity-left-{name}", 1) == world_size:
-            store.set(f"parity-all-left-{name}", "")
-        if dist.get_rank() == 0:
-            store.wait([f"parity-all-left-{name}"])
-    except RuntimeError as error:
-        raise InputError(
-            f"another rank did not reach this step: {str(error).splitlines()[0]}; all have to step as often"
-        ) from None

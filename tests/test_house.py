@@ -19,6 +19,7 @@ ORDER = [
     "training_comparison",
     "training_sketches",
     "training_recordings",
+    "training_recorded_runs",
     "training_names",
     "training_recorder",
     "training_recorded_tolerance",
@@ -29,6 +30,7 @@ ORDER = [
     "training_recorded_causes_samples",
     "training_recorded_causes_tensors",
     "training_recorded_diagnosis",
+    "training_figures",
 ]
 TRAINING_SCRIPTS = ("distributed_train", "simplefsdp_tp_train", "oracle_train")
 

@@ -15,6 +15,7 @@ from conftest import RANKS, ROOT, launch, refusal, run
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 import report_training  # noqa: E402  (it is of no use without the two)
+import training_figures  # noqa: E402
 
 TOLERANCE = {"rtol": None, "atol": None, "norm_eps": None, "element_eps": 64.0, "default_norm_eps": 16.0}
 VOID = {"meta", "path", "use", "image", "rect"}
@@ -228,7 +229,7 @@ def test_tolerance(given, words):
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 1), (128, 30)])
 def test_sizes(ranks, steps):
     scores = [[0.0, *(10.0 ** (rank % 7 - 4 + step % 3) for step in range(steps))] for rank in range(ranks)]
-    svg, caption = report_training.draw_scores(comparison(ranks=ranks, steps=steps, scores=scores), "c1")
+    svg, caption = training_figures.draw_scores(comparison(ranks=ranks, steps=steps, scores=scores), "c1")
     assert f"Of {ranks * (steps + 1)} cells: {ranks} bitwise equal" in caption
     assert len(svg) < 300_000
 
@@ -354,9 +355,9 @@ def failed_places(recorded):
 def drawn(recorded, monkeypatch, **changes):
     """Return the axes of the picture of a path, its legend and its caption."""
     figures = []
-    to_svg = report_training.to_svg
-    monkeypatch.setattr(report_training, "to_svg", lambda *given: figures.append(given[0]) or to_svg(*given))
-    svg, caption = report_training.draw_path({**recorded, **changes}, "c1")
+    to_svg = training_figures.to_svg
+    monkeypatch.setattr(training_figures, "to_svg", lambda *given: figures.append(given[0]) or to_svg(*given))
+    svg, caption = training_figures.draw_path({**recorded, **changes}, "c1")
     (figure,) = figures
     (axes,) = figure.axes
     return axes, [text.get_text() for text in figure.legends[0].get_texts()], caption
@@ -397,7 +398,7 @@ def test_path_without_numbers_and_with_many_names(recorded, monkeypatch):
     axes, legend, caption = drawn(recorded["summed"], monkeypatch, path=path, tensors=tensors)
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert 40 < len(labels) <= 62 and "…151.attention.projection" in labels
-    assert max(map(len, labels)) <= report_training.NAME and len(set(labels)) == len(labels)
+    assert max(map(len, labels)) <= training_figures.NAME and len(set(labels)) == len(labels)
     assert axes.get_xticklabels()[-1].get_text() == "n/a" and "n/a: the error is no number" in caption
     (mark,) = axes.collections
     assert mark.get_offsets().tolist() == [[axes.get_xlim()[1], 151]]
@@ -431,10 +432,10 @@ def test_recording_of_another_device(recorded, no_figures):
 
 
 def test_long_names_are_cut_where_they_tell_least():
-    assert report_training.shorten("model.layers.31.attention.k.weight") == "…31.attention.k.weight"
-    assert report_training.shorten("h.7.attention.projection.weight") == "…7.attention.…jection.weight"
-    assert report_training.shorten("a" * 20 + "b" * 20) == "a" * 13 + "…" + "b" * 14
-    assert report_training.shorten("layers.0.weight") == "layers.0.weight"
+    assert training_figures.shorten("model.layers.31.attention.k.weight") == "…31.attention.k.weight"
+    assert training_figures.shorten("h.7.attention.projection.weight") == "…7.attention.…jection.weight"
+    assert training_figures.shorten("a" * 20 + "b" * 20) == "a" * 13 + "…" + "b" * 14
+    assert training_figures.shorten("layers.0.weight") == "layers.0.weight"
 
 
 def test_missing_package(call, monkeypatch, tmp_path):

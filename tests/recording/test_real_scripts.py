@@ -8,8 +8,8 @@ from conftest import ROOT, launch, read_logs, run
 from training_comparison import ranks_of
 from training_recorded_comparison import compare_recordings
 from training_recorded_diagnosis import cause_of_recordings
+from training_recorded_runs import Recording
 from training_recorded_tolerance import Drift
-from training_recordings import Recording
 from training_tolerance import DEFAULTS, DRIFT_EPS, DRIFT_FACTOR
 
 RECORDER, TRAINER = ROOT / "record_training.py", ROOT / "tests" / "tools" / "hf_trainer.py"

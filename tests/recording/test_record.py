@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, launch, read_logs, run
 
-import training_recorder
+import training_recordings
 from training_common import InputError
-from training_recordings import read_rank_file, shard_group
+from training_recorded_runs import shard_group
+from training_recordings import read_rank_file
 from training_sketches import SAMPLE_WIDTH
 
 RECORDER, SCRIPT = ROOT / "record_training.py", ROOT / "tests" / "tools" / "record_cases.py"
@@ -419,14 +420,14 @@ def test_the_rank_is_the_process_groups(tmp_path):
 
 
 def test_a_rank_that_waits_for_others_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(training_recorder, "PATIENCE", timedelta(milliseconds=200))
+    monkeypatch.setattr(training_recordings, "PATIENCE", timedelta(milliseconds=200))
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     with pytest.raises(InputError, match="another rank did not reach this step"):
-        training_recorder._wait_for_all(2, "x")
+        training_recordings.wait_for_all(2, "x")
     said = capsys.readouterr().err
     assert 3 <= said.count("rank 1 has recorded its steps and waits: 1 of 2 ranks have; the others") <= 6
 
@@ -434,7 +435,7 @@ def test_a_rank_that_waits_for_others_says_so(monkeypatch, capsys):
 LATE = """
 import os, time
 import torch.distributed as dist
-from training_recorder import _wait_for_all
+from training_recordings import wait_for_all
 
 class Late:
     def __getattr__(self, name):
@@ -448,7 +449,7 @@ dist.init_process_group("gloo")
 store = dist.distributed_c10d._get_default_store()
 if dist.get_rank():
     dist.distributed_c10d._get_default_store = Late
-_wait_for_all(2, "late")
+wait_for_all(2, "late")
 os._exit(0)
 """
 

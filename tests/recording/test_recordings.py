@@ -12,7 +12,8 @@ from compare_training import main
 from training_comparison import ranks_of
 from training_recorded_comparison import compare_recordings
 from training_recorded_diagnosis import cause_of_recordings
-from training_recordings import Recording, read_rank_file, write_rank_file
+from training_recorded_runs import Recording
+from training_recordings import read_rank_file, write_rank_file
 from training_tolerance import DEFAULTS
 
 PLANS = ROOT / "tests" / "tools" / "plans.py"

@@ -22,7 +22,7 @@ import faulty_runs
 from training_comparison import cause_of, compare_runs, ranks_of
 from training_recorded_comparison import compare_recordings
 from training_recorded_diagnosis import cause_of_recordings
-from training_recordings import Recording
+from training_recorded_runs import Recording
 from training_records import Run
 from training_tolerance import DEFAULTS
 

@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from training_comparison import ranks_of
 from training_recorded_comparison import compare_recordings
 from training_recorded_diagnosis import cause_of_recordings
+from training_recorded_runs import Recording
 from training_recorder import Recorder
-from training_recordings import Recording
 from training_tolerance import DEFAULTS
 
 FEATURES, CLASSES, EXPERTS, TOKENS, STEPS, IGNORED = 16, 8, 4, 4, 5, -100
