@@ -18,6 +18,7 @@ from pathlib import Path
 
 from training_common import InputError, make_parser, write_then_rename
 from training_records import SCHEMA, ranges
+from training_summary import describe_growth
 
 try:
     import jinja2
@@ -114,10 +115,13 @@ def describe_outcome(comparison: dict) -> str:
     if comparison["verdict"] != "PASS":
         text = f"{plural(comparison['findings'], 'finding')} in {steps} of {ranks}."
         failed = comparison["failed_ranks"]
-        return f"{text} Failed: {plural(len(failed), 'rank')}: {ranges(failed)}." if failed else text
+        text += f" Failed: {plural(len(failed), 'rank')}: {ranges(failed)}." if failed else ""
+        first_step = comparison["first"]["step"]
+        return " ".join(filter(None, (text, describe_growth(comparison["largest_errors"], first_step))))
     if comparison["reference"] is None:
         return f"Every invariant holds on {ranks} in {steps}. There was no reference to compare with."
-    return f"The run agrees with its reference on {ranks} in {steps}."
+    text = f"The run agrees with its reference on {ranks} in {steps}."
+    return " ".join(filter(None, (text, describe_growth(comparison["largest_errors"]))))
 
 
 def describe_devices(comparison: dict) -> str:

@@ -19,6 +19,8 @@ from made_runs import (
     without,
 )
 
+from training_summary import describe_growth
+
 
 @pytest.fixture
 def three(tmp_path):
@@ -89,6 +91,7 @@ invariants of the reference run: 7 of 7 hold
 
 Likely cause: {CAUSE}
 First in causal order: ranks 2-3, step 2, gradients bias{MESSAGE}
+Largest error before step 2: 1.96 eps.
 3 of 72 tensors failed, on 3 of 4 ranks.
 FAIL comparison ranks=4 steps=2
 """
@@ -170,6 +173,10 @@ def test_everything_that_is_written(three, compare_three, tmp_path):
         **dict.fromkeys(("losses", "parameters", "deltas"), [0.0, 0.0, None]),
         "gradients": [0.0, None, None],
     }
+    first_step, second_step = found.pop("largest_errors")
+    assert first_step.pop("eps") == pytest.approx(1.9595, rel=1e-4)
+    assert first_step == {"step": 1, "kind": "outputs", "name": "output"}
+    assert second_step == {"step": 2, "eps": None, "kind": "gradients", "name": "weight"}
     assert found == {
         "schema": "parity-comparison-1",
         "verdict": "FAIL",
@@ -211,7 +218,8 @@ def test_a_comparison_that_passes_is_written_too(compare, three, tmp_path):
     assert compare(*options).status == 0
     found = json.loads((tmp_path / "x.json").read_text())
     assert (found["verdict"], found["reference"]) == ("PASS", None)
-    assert [found[name] for name in ("kinds", "tensors", "scores", "differences")] == [[], [], [], []]
+    lists = ("kinds", "tensors", "scores", "largest_errors", "differences")
+    assert [found[name] for name in lists] == [[]] * 5
     assert [(row["run"], row["failed"]) for row in found["invariants"]] == [("actual", 0)] * 7
 
 
@@ -376,3 +384,26 @@ def test_the_oracle_beside_a_reference_may_be_of_another_type(three, compare_thr
     assert done.status == 0
     rows = [line.split() for line in done.out.partition("\nagainst the oracle")[2].splitlines()[1:6]]
     assert [row[1:5] for row in rows] == [["0", "eps", "0", "eps"]] * 5
+
+
+def test_growth_over_the_steps_is_said(compare_three, three):
+    edit_all(three[1], output(lambda o: o * (1 + 2**-22), step=1))
+    edit_all(three[1], output(lambda o: o * (1 + 2**-20), step=2))
+    done = compare_three()
+    assert done.status == 0
+    said = next(line for line in done.out.splitlines() if line.startswith("Largest error"))
+    assert said == (
+        "Largest error: 2.08 eps in step 1, 8.05 eps in step 2 (outputs output); it grows 3.9 times a step."
+    )
+
+
+def test_growth_needs_an_error_to_start_from():
+    errors = [{"step": step, "eps": eps, "kind": "gradients", "name": "w"} for step, eps in ((1, 8), (3, 2))]
+    assert describe_growth(errors) == (
+        "Largest error: 8 eps in step 1, 2 eps in step 3 (gradients w); it does not grow."
+    )
+    assert describe_growth(errors[:1]) is None
+    assert describe_growth([errors[0] | {"eps": 0.0}, errors[1]]) is None
+    assert describe_growth([errors[0], errors[1] | {"eps": None}]) is None  # as JSON has what is not finite
+    assert describe_growth(errors, before=3) == "Largest error before step 3: 8 eps."
+    assert describe_growth(errors, before=1) is None

@@ -30,6 +30,7 @@ ORDER = [
     "training_recorded_causes_samples",
     "training_recorded_causes_tensors",
     "training_recorded_diagnosis",
+    "training_summary",
     "training_figures",
 ]
 TRAINING_SCRIPTS = ("distributed_train", "simplefsdp_tp_train", "oracle_train")

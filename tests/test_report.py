@@ -48,6 +48,12 @@ def comparison(actual="cpu", reference="cpu", ranks=4, steps=2, **changes):
         "kinds": [{"kind": "gradients", **errors}] if reference else [],
         "tensors": [tensor] if reference else [],
         "scores": [[0.0] + [0.13] * steps for _ in range(ranks)] if reference else [],
+        "largest_errors": [
+            {"step": step, "eps": 2.0**step, "kind": "gradients", "name": "0.weight"}
+            for step in range(1, steps + 1)
+        ]
+        if reference
+        else [],
         "invariants": [{"run": "actual", **check}],
         "findings": 0,
         "failed_ranks": [],
@@ -151,6 +157,7 @@ def test_overview(three):
 def test_pass():
     made = page(comparison())
     assert "The run agrees with its reference on 4 ranks in 2 steps." in made.text
+    assert "Largest error: 2 eps in step 1, 4 eps in step 2 (gradients 0.weight)" in made.text
     assert "Of 12 cells: 4 bitwise equal, 0 above 1 (failed), 0 not finite." in made.text
     assert "gradients 0 8 2.1 0.13 1e-07 2.1 0.weight 0 8 2.1 0.13 1e-07 2.1 3 2" in made.text
     assert "Nothing that was recorded of the environment differs." in made.text
