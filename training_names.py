@@ -17,6 +17,7 @@ from training_records import without_wrappers
 from training_sketches import local_shard
 
 PARAMETRIZED = re.compile(r"\bparametrizations\.(\w+)\.original\d*$")
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 AROUND_A_MODEL = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
@@ -161,6 +162,15 @@ class Names:
                     if name != first and name not in found.get(first, ()):
                         found.setdefault(first, []).append(name)
         return found
+
+    def dropout(self) -> dict[str, float]:
+        """Return the modules that drop some of their values at random, and which share."""
+        shares = {
+            self.of_module(module): module.p if isinstance(module, DROPOUTS) else module.dropout
+            for module in self._modules
+            if isinstance(module, (*DROPOUTS, nn.MultiheadAttention, nn.RNNBase))
+        }
+        return {name: float(share) for name, share in shares.items() if share}
 
     def _fsdp_groups(self) -> list:
         # FSDP2's groups of parameters. The attributes are torch's own: without them nothing is known.

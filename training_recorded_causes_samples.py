@@ -155,6 +155,22 @@ def batch_statistics(first: Finding, ranks: list[int], reference: Recording, act
     )
 
 
+def dropout(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """The module drops values at random, and everything before it agrees."""
+    if first.kind != "activations":
+        return None
+    name = first.name.partition(" call ")[0]
+    shares = [run.metadata.get("dropout", {}).get(name, 0.0) for run in (reference, actual)]
+    if shares[0] != shares[1]:
+        return f"dropout: {name} drops {shares[1]:g} of its values, the reference's {shares[0]:g}"
+    if not shares[0]:
+        return None
+    return (
+        f"dropout: {name} drops {shares[0]:g} of its values at random, and each plan and device draws "
+        "others. Nothing after it can be compared: record both runs without dropout"
+    )
+
+
 def sum_of_ranks(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
     """The ranks of a replica have the same samples and each a part of the output."""
     key = (first.kind, first.name)

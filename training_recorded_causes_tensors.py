@@ -236,9 +236,9 @@ def last_microbatch(first: Finding, ranks: list[int], reference: Recording, actu
             return None
         if all(of_rank and of_rank[-1] for of_rank in expected):
             return (
-                f"those of the last microbatch alone: when the last of {len(held[0]) + 1} backwards of step "
-                f"{step} began, no parameter had a gradient from those before; in the reference "
-                f"{expected[0][-1]} had one"
+                f"those of the last microbatch alone: when the last of {len(held[0]) + 1} backwards began, "
+                f"no parameter had a gradient from those before; in the reference {expected[0][-1]} had one "
+                f"(in step {step}: which parameters are trained is known after step 1)"
             )
     return None
 

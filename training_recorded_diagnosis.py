@@ -30,6 +30,7 @@ RECORDED = [
     of_tensors.other_start,
     of_tensors.not_initialized,
     of_samples.batch_statistics,
+    of_samples.dropout,
     of_tensors.shards_scaled,
     of_tensors.clipping,
     of_tensors.reduced_in,

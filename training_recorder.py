@@ -446,6 +446,7 @@ class Recorder:
         steps = [step.named(self.names, self.args.activations) for step in self.steps]
         metadata = environment(command, self.names.device(), steps)
         metadata |= {"tied": self.names.tied(), "reduced_in": self.names.reduced_in()}
+        metadata["dropout"] = self.names.dropout()
         rank, world_size = metadata["rank"], metadata["world_size"]
         path = self.args.output_dir / f"rank-{rank}.pt"
         # A launcher ends the ranks that wait for one that has failed: there is no file yet.

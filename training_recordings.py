@@ -11,6 +11,7 @@ results/four/rank-1.pt, of a run of three steps on four ranks, as read_rank_file
             "torch_version": "2.14.1", "torch_neuronx_version": None, "host": "...", "environment": {...},
             "tied": {"tok.weight": ["head.weight"]},     # a parameter's other names
             "reduced_in": {"tok.weight": "bfloat16"},    # the type in which FSDP2 reduces its gradient
+            "dropout": {"drop": 0.1},                    # modules that drop values, and which share
             "saved_at": 1764486000.0,                    # seconds since 1970
         },
         "steps": [                                       # one for each optimizer step

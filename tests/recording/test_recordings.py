@@ -317,3 +317,37 @@ def test_copies_of_a_gradient_that_is_rounding_may_differ(recorded, call, tmp_pa
         assert done.status == 0, done.out
     else:
         assert done.status == 1 and "gradients norm.bias" in done.out and "ranks agree" in done.out
+
+
+DROPOUT = """
+import sys
+import torch
+share, seed = float(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(share), torch.nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(16, 8)
+torch.manual_seed(seed)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_dropout_is_named(call, tmp_path):
+    (tmp_path / "train.py").write_text(DROPOUT)
+    for name, *arguments in (("one", 0.1, 1), ("same", 0.1, 1), ("other", 0.1, 2), ("less", 0.05, 1)):
+        command = ["--output-dir", tmp_path / name, tmp_path / "train.py", *arguments]
+        assert run_alone(ROOT / "record_training.py", *command).status == 0
+
+    def said(name):
+        done = call(main, "--reference-dir", tmp_path / "one", "--actual-dir", tmp_path / name)
+        cause = [line for line in done.out.splitlines() if line.startswith("Likely cause")]
+        return done.status, *cause
+
+    assert said("same") == (0,)
+    status, cause = said("other")
+    assert status == 1 and "dropout: 1 drops 0.1 of its values at random" in cause
+    status, cause = said("less")
+    assert status == 1 and cause == "Likely cause: dropout: 1 drops 0.05 of its values, the reference's 0.1"
