@@ -6,11 +6,13 @@ A drop-in for torchrun: its parser and its elastic agent do the work, and all of
 understood. What is gained: 64 imports of torch take minutes on two cores and, with a CUDA build
 of torch, more memory than a laptop has; 64 forks of one process take seconds and share its memory.
 A failed run ends with one line that names the first rank that failed, its error and its log. What the
-script raised stands above it, if the rank has not printed it itself.
+script raised stands above it, if the rank has not printed it itself. A run that is stopped, by Ctrl-C or
+kill, ends within ten seconds. However this process ends, no rank is left running (on Linux).
 """
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import itertools
 import json
@@ -25,9 +27,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # The few modules that pull in every other one that a rank would import on its own: at the first
@@ -62,6 +65,9 @@ PRELOAD = [
 
 # To fork a rank, two file descriptors for every rank travel in one message. It may hold 253.
 MOST_FORKED_RANKS = 120
+STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STOP_SECONDS = 8  # that the agent has to stop its ranks
+END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 FILE_CLOCK = 0.1  # seconds; a file's time is up to 10 ms behind time.time(), and a forked rank fails sooner
 
 
@@ -141,8 +147,15 @@ def taken_port(endpoint: str) -> int | None:
     return None
 
 
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it has ended; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+
+
 def run_as_rank(script: str, *arguments: str) -> None:
     """Run the script in this rank. If it raises, tell the launcher and exit with status 1."""
+    end_with_parent()
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)  # where a script finds its neighbours
     try:
@@ -226,6 +239,34 @@ def describe_failure(error, log_dir: str | None, started: float) -> tuple[str, i
     return f"rank {rank} failed first: {reason}{where}", max(failure.exitcode, 1)
 
 
+def handle_signals(handler: Callable) -> None:
+    """Have a function called when this process is to stop. Signals that are ignored, as by nohup, stay so."""
+    for number in STOPPED_BY:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def end_now(number: int, _frame: object = None) -> None:
+    """End this process; the ranks end with it."""
+    print(f"error: stopped by {signal.Signals(number).name}; no rank is left running", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(128 + number)
+
+
+def stop_ranks(number: int, _frame: object) -> None:
+    """Have the agent stop the ranks. End this process if a second signal comes, or they do not stop in time.
+
+    The agent's own handler raises the same exception, and nothing happens where torch catches any.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    handle_signals(end_now)
+    timer = threading.Timer(STOP_SECONDS, end_now, [number])
+    timer.daemon = True
+    timer.start()
+    raise SignalException("stopped", signal.Signals(number))
+
+
 def run_ranks(args: argparse.Namespace) -> int:
     """Start the ranks and wait for them; report the first failure and return the exit status."""
     from torch.distributed import DistError
@@ -235,6 +276,10 @@ def run_ranks(args: argparse.Namespace) -> int:
     from torch.distributed.run import run
 
     started = time.time()
+    handle_signals(stop_ranks)
+    # The agent then sets no handlers for these.
+    ours = {number.name for number in STOPPED_BY}
+    args.signals_to_handle = ",".join(name for name in args.signals_to_handle.split(",") if name not in ours)
     try:
         run(args)
     except ChildFailedError as error:
@@ -268,6 +313,7 @@ def log_folder(args: argparse.Namespace) -> Iterator[None]:
 
 def main() -> int:
     """Launch the script named on the command line; return its exit status."""
+    handle_signals(end_now)
     try:
         ranks = requested_ranks()
         if ranks > 1:  # torchrun sets it too, and warns that it did
@@ -290,6 +336,8 @@ if __name__ == "launch":
     # Imported by the fork server, last of all. Objects that the garbage collector does not visit
     # are not written to, so that their memory stays shared by all ranks.
     gc.freeze()
+    if any("multiprocessing.forkserver" in word for word in sys.orig_argv):
+        end_with_parent()  # the ranks' parent is the fork server
 elif __name__ == "__main__":
     if sys.argv[1:2] == ["--as-rank"]:
         run_as_rank(*sys.argv[2:])

@@ -567,27 +567,66 @@ def test_launch_on_a_port_that_is_in_use(call, launch_here, tmp_path, option):
     assert f"port {port} is in use or no port; name another" in failed_launch(done)
 
 
-def test_stopped_launch_ends_with_the_signals_status(tmp_path):
-    (tmp_path / "waits.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
-    command = [
-        sys.executable,
-        ROOT / "launch.py",
-        "--standalone",
-        "--nproc-per-node=1",
-        tmp_path / "waits.py",
-    ]
+WAITS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[1] == "stubborn" else signal.SIG_DFL)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def is_running(pid):
+    """Say whether a process is there and has not ended; one that nobody waits for stays as a zombie."""
+    with contextlib.suppress(OSError):
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"), [("SIGTERM", "stubborn"), ("SIGINT", "plain"), ("SIGKILL", "plain")]
+)
+def test_a_stopped_launch_leaves_no_rank(tmp_path, name, rank):
+    (tmp_path / "waits.py").write_text(WAITS)
+    options = ["--standalone", "--nproc-per-node=2", tmp_path / "waits.py", rank]
     with subprocess.Popen(
-        [str(part) for part in command],
+        [str(part) for part in (sys.executable, ROOT / "launch.py", *options)],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
-        assert process.stdout.readline() == "ready\n"
+        ranks = [int(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(getattr(signal, name))
+        # The agent alone would wait for a stubborn rank for 30 s.
+        _, err = process.communicate(timeout=25)
+    number = getattr(signal, name)
+    if name == "SIGKILL":
+        assert process.returncode == -number
+    else:
+        assert process.returncode == 128 + number
+        assert f"error: stopped by {name}; no rank is left running" in err.splitlines()
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_running(pid) for pid in ranks)
+
+
+def test_a_launch_under_nohup_goes_on(tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "launch.py"), "--standalone", str(tmp_path / "waits.py"), "plain"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    ) as process:
+        rank = int(process.stdout.readline())
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=2)
+        assert is_running(rank)
         process.terminate()
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert err.splitlines()[-1] == "error: stopped by SIGTERM; no rank is left running"
 
 
 def test_killed_rank_ends_the_run_and_leaves_no_complete_result(tmp_path):
