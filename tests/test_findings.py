@@ -125,7 +125,8 @@ def test_everything_that_is_written(three, compare_three, tmp_path):
         label = {"reference": "cpu", "actual": "cuda", "oracle": "oracle"}[directory.name]
         about = {"label": label, "directory": str(directory), "metadata": metadata}
         assert found.pop(directory.name) == about
-    assert datetime.fromisoformat(found.pop("created")).tzinfo
+    created = datetime.fromisoformat(found.pop("created"))
+    assert created.tzinfo and not created.microsecond
     figures = "compared", "mismatched", "negligible", "eps", "score", "needed_rtol", "needed_norm_eps"
     kinds = {row["kind"]: [row[name] for name in figures] for row in found.pop("kinds")}
     nothing = [0, 0, 0.0, 0.0, 0.0, 0.0]

@@ -137,17 +137,24 @@ def test_both_runs_with_an_optimizer_that_they_do_not_name(copy, compare):
     assert "rounding" not in done.out.partition("Likely cause")[2]
 
 
-def test_gradient_that_one_rank_lacks(copy, check):
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (1, "rank 1, step 1, gradients 0.bias: rank 0 has it, this rank has not"),
+        (0, "broken 18 times: ranks agree"),  # gradients and deltas of the three others in three steps
+    ],
+)
+def test_gradient_that_one_rank_lacks(copy, check, rank, said):
     directory = copy("ddp")
 
     def drop(content):
         for item in content["records"]:
             del item["gradients"]["0.bias"], item["deltas"]["0.bias"]
 
-    edit(directory, 1, drop)
+    edit(directory, rank, drop)
     status, out, _ = check(directory)
     assert status == 1
-    assert "rank 1, step 1, gradients 0.bias: rank 0 has it, this rank has not" in out
+    assert said in out
 
 
 def test_both_runs_are_checked_beside_the_comparison(runs, copy, check):

@@ -10,7 +10,7 @@ import torch
 from conftest import edit_all
 from made_runs import KINDS, broken, make_run, mismatched, noise
 
-from training_tolerance import relative_error
+from training_tolerance import DRIFT_FACTOR, Allowance, allow_share, drift_share, relative_error
 
 EPS = 2.0**-23
 MANY = 32768
@@ -245,3 +245,13 @@ def test_the_printed_tolerance_passes_and_a_smaller_one_does_not(compare, tmp_pa
 )
 def test_the_relative_error_of_what_cannot_be_compared_is_infinite(actual, reference):
     assert relative_error(torch.tensor(actual), torch.tensor(reference)) == torch.inf
+
+
+def test_what_parameters_that_differ_allow():
+    # Of the parameters of a module the share of all together; the shares of modules add up as squares.
+    measured = {"a.weight": (3e-6, 6.0), "a.bias": (4e-6, 8.0), "b.weight": (1e-6, 1.0)}
+    share = ((5e-6 / 10) ** 2 + 1e-6**2) ** 0.5
+    assert drift_share(measured, EPS) == pytest.approx(DRIFT_FACTOR * share)
+    assert drift_share({}, EPS) == 0.0
+    more = allow_share(Allowance(1.0, 2.0), torch.tensor([3.0, -4.0]), 0.1)
+    assert (float(more.element), more.norm) == (pytest.approx(1 + 4 * 0.1 * 4), pytest.approx(2 + 0.1 * 5))
