@@ -159,12 +159,22 @@ script = $(if $(filter simplefsdp-tp,$(1)),simplefsdp_tp_train.py --compile-back
 # $(call run,RUN,DEVICE,BACKEND,SCRIPT): launch all ranks. Rank 0 speaks here, every rank to its log.
 define run
 @echo "== $(1): $(RANKS) ranks, $(STEPS) steps on $(if $(filter cpu,$(2)),cpu,$(DEVICE_NAME)) with $(3)"
-@$(call clear_logs,$(1)); start=$$(date +%s); \
+@$(call take_folder,$(1)); $(call clear_logs,$(1)); start=$$(date +%s); \
+trap 'kill $$job; wait $$job; exit 143' INT TERM HUP; \
 $(LAUNCH) --standalone --nproc-per-node=$(RANKS) \
   --log-dir "$(RESULTS)/logs/$(1)" --redirects 3 --tee 1 --local-ranks-filter 0 --log-line-prefix-template '   ' \
   $(4) --device $(2) --backend $(3) --expected-world-size $(RANKS) \
-  --seed $(SEED) --steps $(STEPS) --output-dir "$(RESULTS)/$(1)" \
-&& echo "== $(1): $(RANKS) ranks completed in $$(($$(date +%s) - start)) s; logs in $(RESULTS)/logs/$(1)"
+  --seed $(SEED) --steps $(STEPS) --output-dir "$(RESULTS)/$(1)" & job=$$!; \
+wait $$job && echo "== $(1): $(RANKS) ranks completed in $$(($$(date +%s) - start)) s; logs in $(RESULTS)/logs/$(1)"
+endef
+
+# $(call take_folder,RUN): refuse a results folder in which another run is on. The kernel releases it when this
+# recipe and what it started have ended.
+define take_folder
+exec 9<>"$(RESULTS)/in-use.txt"; \
+if command -v flock >/dev/null && ! flock -n 9; then \
+  echo "error: $(RESULTS) is in use: $$(cat "$(RESULTS)/in-use.txt"); wait for it, or give another RESULTS" >&2; exit 2; fi; \
+echo "process $$PPID, make $(1), started $$(date '+%Y-%m-%d %H:%M:%S')" > "$(RESULTS)/in-use.txt"
 endef
 
 # $(call clear_logs,RUN): remove what the launcher wrote for an earlier run, and nothing else.

@@ -3,8 +3,11 @@
 import os
 import re
 import shutil
+import subprocess
 import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, copy_scripts, run
@@ -434,3 +437,33 @@ def test_no_newer_python(newest_python, used, versions):
 def test_newest_python_that_cannot_be_installed(newest_python):
     done = newest_python(11, "3.13.2", status=1)
     assert done.status == 1 and done.out == ""
+
+
+WAITS = """#!/bin/sh
+echo $$ > launched
+exec sleep 100
+"""
+
+
+def test_a_results_folder_has_one_run_at_a_time_and_kill_ends_it(make):
+    # A launcher that waits in place of ours, which has tests of its own.
+    (make.directory / "waits").write_text(WAITS)
+    (make.directory / "waits").chmod(0o755)
+    command = ["make", "cpu-ddp", "RANKS=2", f"PYTHON={sys.executable}", "LAUNCH=./waits"]
+    with subprocess.Popen(command, cwd=make.directory, stderr=subprocess.PIPE, text=True) as first:
+        deadline = time.monotonic() + 60
+        while not (make.directory / "launched").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        done = make("cpu-fsdp")
+        assert done.status == 2
+        in_use = f"error: results is in use: process {first.pid}, make cpu-ddp, started "
+        assert re.search(
+            rf"^{in_use}[-\d]+ [:\d]+; wait for it, or give another RESULTS$", done.err, re.MULTILINE
+        )
+        first.terminate()
+        assert first.wait(timeout=30) != 0
+    launched = int((make.directory / "launched").read_text())
+    while Path(f"/proc/{launched}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{launched}").exists()
+    assert make("cpu-ddp", "LAUNCH=echo").status == 0  # nobody has the folder

@@ -213,16 +213,18 @@ def test_help_is_the_wrappers_own():
     assert result.out.startswith("Step 1: Llama 3.1 8B, full activation checkpointing")
 
 
-def test_ctrl_c_leaves_nothing_and_is_no_failure(node):
-    """Ctrl-C goes to the whole foreground group, as from a terminal."""
+TRAINS = RUN_TRAIN.replace("[ -e fail ]", "(trap '' TERM; echo $BASHPID > train.pid; sleep 100); [ -e fail ]")
+
+
+def start(node, **environment):
+    """Start a wrapper whose training ignores SIGTERM and goes on for long; return when it trains."""
     node.tool("neuron-monitor", '#!/bin/sh\necho $$ > "$RESULTS/monitor.pid"\nexec sleep 100\n')
-    script = node.checkout / "run_train.sh"
-    script.write_text(RUN_TRAIN.replace("[ -e fail ]", "echo $$ > train.pid; exec sleep 100; [ -e fail ]"))
+    (node.checkout / "run_train.sh").write_text(TRAINS)
     wrapper = subprocess.Popen(
         [ROOT / LLAMA],
-        env=ENVIRONMENT | node.environment,
+        env=ENVIRONMENT | node.environment | environment,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         start_new_session=True,
         text=True,
         # A shell's background jobs ignore Ctrl-C, and so would all that these tests start there.
@@ -231,15 +233,39 @@ def test_ctrl_c_leaves_nothing_and_is_no_failure(node):
     deadline = time.monotonic() + 30
     while not (node.checkout / "train.pid").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.killpg(wrapper.pid, signal.SIGINT)
-    out, _ = wrapper.communicate(timeout=30)
+    return wrapper
+
+
+@pytest.mark.parametrize(("name", "stop"), [("SIGINT", os.killpg), ("SIGINT", os.kill), ("SIGTERM", os.kill)])
+def test_a_stopped_wrapper_leaves_nothing_and_is_no_failure(node, name, stop):
+    """Ctrl-C goes to the whole foreground group, as from a terminal; kill to the wrapper alone."""
+    wrapper = start(node)
+    stop(wrapper.pid, getattr(signal, name))
+    out, err = wrapper.communicate(timeout=30)
+    assert f"== llama_fsdp64: stopped by {name}, ending " in err
     assert "--   all steps done         stopped on request after step 3 of 3" in out
     assert "ok   no rank died" in out
-    for name in (node.checkout / "train.pid", node.log.parents[1] / "monitor.pid"):
-        pid = int(name.read_text())
+    deadline = time.monotonic() + 10
+    for pid_file in (node.checkout / "train.pid", node.log.parents[1] / "monitor.pid"):
+        pid = int(pid_file.read_text())
         while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not Path(f"/proc/{pid}").exists(), name
+        assert not Path(f"/proc/{pid}").exists(), pid_file
+
+
+def test_a_results_folder_has_one_run_at_a_time(node):
+    wrapper = start(node)
+    other = run(ROOT / LLAMA, **node.environment)
+    assert other.status == 2
+    in_use = f"error: {node.log.parents[1]} is in use: process {wrapper.pid}, llama_fsdp64, started "
+    assert re.fullmatch(rf"{in_use}[-\d]+ [:\d]+; wait for it, or set another RESULTS\n", other.err)
+    wrapper.kill()  # what it started goes on, and has the folder
+    assert run(ROOT / LLAMA, **node.environment).status == 2
+    os.kill(int((node.checkout / "train.pid").read_text()), signal.SIGKILL)
+    wrapper.communicate(timeout=30)
+    (node.checkout / "run_train.sh").write_text(RUN_TRAIN)
+    assert run(ROOT / LLAMA, **node.environment).status == 0
+    assert len(list(node.log.parent.glob("llama_fsdp64-*.log"))) == 2  # each run has a log of its own
 
 
 def test_status_of_the_check(node):
@@ -268,7 +294,7 @@ exec sleep 100
     assert words(called[4]) == [*tutorial[4:], "--metrics.log_freq", "1"]
     assert node.log.read_text() in result.out
     assert "ok   NeuronCores in use     1 cores, in 1 reports of neuron-monitor" in result.out
-    assert f"PASS {node.log}: steps=3, last loss 11.00000" in result.out
+    assert f"PASS {node.log.resolve()}: steps=3, last loss 11.00000" in result.out
     for said in ("does not mask document boundaries", "jit is deprecated", "first step traces", "NEFF_CACHE"):
         assert said in result.err
 

@@ -238,20 +238,54 @@ launch() {
     show "${command[@]}"
 }
 
+# take_folder FOLDER: refuse one in which another run is on. The kernel releases it when this run has ended.
+take_folder() {
+    mkdir -p "$1" "$results" 2>/dev/null && [ -w "$1" ] && [ -w "$results" ] ||
+        refuse "RESULTS is '$1', which cannot be written: set another folder"
+    exec 9<>"$1/in-use.txt"
+    if command -v flock >/dev/null && ! flock -n 9; then
+        refuse "$1 is in use: $(cat "$1/in-use.txt"); wait for it, or set another RESULTS"
+    fi
+    echo "process $$, $NAME, started $(date '+%Y-%m-%d %H:%M:%S')" >"$1/in-use.txt"
+}
+
+# all_below PID: print the process and those that it and its children started.
+all_below() {
+    ps -eo pid=,ppid= | awk -v root="$1" '
+        { parent[$1] = $2 }
+        END { for (pid in parent) for (up = pid; up > 1; up = parent[up]) if (up == root) { print pid; break } }'
+}
+
+# stop SIGNAL: end the command and all that it started, within ten seconds.
+stop() {
+    local all running
+    trap '' INT TERM HUP
+    stopped=--stopped
+    all=$(all_below "$job")
+    echo "== $NAME: stopped by SIG$1, ending $(echo "$all" | wc -l) processes" >&2
+    kill -TERM -- "-$job" 2>/dev/null
+    for _ in $(seq 80); do
+        running=$(ps -o pid= -p "$(echo $all | tr ' ' ,)" 2>/dev/null) || return 0
+        sleep 0.1
+    done
+    kill -KILL $running 2>/dev/null || true
+}
+
 # train: check the machine, run the command, check the run's log.
 train() {
     if [ "$DEVICE" = neuron ]; then check_neuron_machine "${options[@]}"; else check_other_machine; fi
 
     cd "$ROOT"
-    mkdir -p "$results"
-    local log status=0 checked=0 stopped= folder=$ROOT
-    log=$(absolute "$results/$NAME.log")
-    rm -f "$log" "$log.neuron-monitor" ${RECORD:+"$RECORD/rank-0.pt"}
+    take_folder "${RESULTS:-results}"
+    local log status=0 checked=0 stopped= folder=$ROOT job
+    log=$(absolute "$results/$NAME-$(date +%Y%m%d-%H%M%S).log")
+    ln -sf "$(basename "$log")" "$results/$NAME.log" # the latest
+    rm -f ${RECORD:+"$RECORD/rank-0.pt"}
     notes "${options[@]}" >&2
     if [ "$DEVICE" = neuron ]; then
         folder=$TORCHTITAN_NEURON_DIR
         if command -v neuron-monitor >/dev/null; then
-            neuron-monitor >"$log.neuron-monitor" 2>/dev/null &
+            neuron-monitor >"$log.neuron-monitor" 2>/dev/null 9>&- &
             trap "kill $! 2>/dev/null || true" EXIT
         fi
         unset NEURON_RT_VISIBLE_CORES NEURON_RT_NUM_CORES # every rank takes its own of all cores
@@ -261,8 +295,14 @@ train() {
         rm -rf "$results/logs/$NAME"
         echo "== $NAME: $CONFIG on $NGPU ranks of the $DEVICE, not on Neuron; log in $log" >&2
     fi
-    trap stopped=--stopped INT # Ctrl-C goes to the launcher as well, which ends all ranks
-    (cd "$folder" && exec env "${command[@]}") 2>&1 | tee -i "$log" || status=$?
+    set -m # what runs in the background now is a process group of its own, which can be ended as a whole
+    { (cd "$folder" && exec env "${command[@]}") 2>&1 | (trap '' INT TERM && exec tee "$log"); exit "${PIPESTATUS[0]}"; } &
+    job=$!
+    set +m
+    trap 'stop INT' INT
+    trap 'stop TERM' TERM HUP
+    wait "$job" || status=$?
+    trap - INT TERM HUP
     "$PYTHON" "$TITAN/check_run.py" "$log" $stopped || checked=$?
     [ "$status" != 0 ] || status=$checked
     if [ -n "$RECORD" ] && [ "$status" = 0 ] && [ ! -e "$RECORD/rank-0.pt" ]; then
