@@ -44,6 +44,9 @@ TESTS = {
     "training_causes_backward.py": CAUSES,
     "training_diagnosis.py": CAUSES,
     "titan/check_run.py": ("test_check_run",),
+    "titan/run_log.py": ("test_check_run",),
+    "titan/death_signs.py": ("test_check_run",),
+    "titan/log_lines.py": ("test_check_run",),
     "titan/parity.py": ("test_titan_parity",),
 }
 PAIRS = (
