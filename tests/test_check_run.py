@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sys
+import time
 
 import pytest
 from conftest import ROOT
@@ -251,8 +252,9 @@ def quoted(result) -> str:
 def test_dead_rank(check, line, rank):
     result = check([*titan_log(LOSSES[:5], finished=False), rank + line])
     said = quoted(result)
-    # torch's own logs have their time and file before the message
-    message = line.partition("] ")[2] if re.match(r"E1|\[E", line) else line.strip()
+    # torch's own logs have their time and file before the message, Neuron's a time
+    message = line.partition("] ")[2] if re.match(r"E1|\[E", line) else line
+    message = " ".join(re.sub(r"2026-Nov-30 \S+ +8:8 ", "", message).split())
     assert said.startswith("after step 5: " + ("rank 3: " if rank else "") + message[:100].rstrip()), said
     assert said.endswith("(line 8)")
 
@@ -450,6 +452,16 @@ def test_stopping_hides_no_crash(check, crash):
     assert check([*lines, *STOP], "--stopped").failed == {"no rank died"}
 
 
+def test_stopped_by_slurm(check):
+    lines = titan_log(LOSSES[:5], total=1000, finished=False)
+    cancelled = "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-30T01:02:03{} ***"
+    after = ["srun: error: n1: tasks 0-7: Terminated", "[rank3]:RuntimeError: Connection closed by peer"]
+    assert check([*lines, cancelled.format(""), *after], "--stopped").status == 0
+    assert check([*lines, *after[:1], cancelled.format("")], "--stopped").status == 0
+    limit = cancelled.format(" DUE TO TIME LIMIT")
+    assert check([*lines, limit, *after], "--stopped").failed == {"no rank died"}
+
+
 def test_crash_after_the_stop(check):
     lines = [*titan_log(LOSSES[:5], total=1000, finished=False), *STOP, "  exitcode  : -11 (pid: 3)"]
     assert check(lines, "--stopped").failed == {"no rank died"}
@@ -542,6 +554,14 @@ def test_numbers_that_are_none(check):
 
 def test_a_step_in_capitals_is_enough_to_know_the_log(check):
     assert "steps appear           1, 1 to 1" in check(["Step: 1 Loss: 8.1 tps: 7"]).out
+
+
+def test_long_lines_take_no_time(check):
+    long = ["a1" * 50_000, "1" * 100_000, "[rank3]:" * 10_000, "x.Y" * 30_000, "0:" * 50_000, "E" * 99_999]
+    long.append('{"a":' * 50_000 + "1" + "}" * 50_000)
+    start = time.monotonic()
+    assert check([*titan_log(), *long]).status == 0
+    assert time.monotonic() - start < 30
 
 
 def test_odd_options(call, check):

@@ -27,7 +27,7 @@ IGNORED = re.compile(r"Exception ignored (?:in|on|while)\b")
 NO_MESSAGE = re.compile(r"\++ |\s+(?:raise|File) |\s*[\"'][\w.-]+[\"']\s*:")
 TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\)")
 # The last line of a traceback. A source line, "    raise ValueError(", does not start with a class.
-EXCEPTION = re.compile(r"\s*[A-Za-z_][\w.]*(?:Error|Exception)(?::\s|:?$)")
+EXCEPTION = re.compile(r"\s*[A-Za-z_][\w.]*(?:Error|Exception)(?:\(\w+\))?(?::\s|:?$)")
 ANY_EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?::\s|:?$)")  # right after a traceback's lines
 # Says only that a rank is gone, because another one is, or because it was told to end.
 FOLLOWS = re.compile(
@@ -37,7 +37,7 @@ FOLLOWS = re.compile(
 
 # Grave: counts after a stop on purpose too.
 GRAVE_CAUSE = re.compile(
-    r"OutOfMemoryError: \w+ out of memory|\w*(?:Error|Exception): .*out of memory|what\(\): .*out of memory"
+    r"OutOfMemoryError: \w+ out of memory|(?:Error|Exception): .*out of memory|what\(\): .*out of memory"
     r"|Fatal Python error:|terminate called (?:after|without)|Caught signal \d+|Process received signal"
     r"|^(?:double free or corruption|free\(\): |malloc\(\): |corrupted (?:size|double))"
     r"|Loss (?:or gradient norm )?is not finite"
@@ -103,7 +103,7 @@ class DeathSigns:
         if level is None or (self.first is not None and self.first.level <= level):
             return
         rank = "" if line.rank is None else f"rank {line.rank}: "
-        message = TORCH_LOG.sub("", line.rest.strip(), count=1).strip()
+        message = " ".join(TORCH_LOG.sub("", line.rest.strip(), count=1).split())
         quote = message if len(message) <= LENGTH else f"{message[:LENGTH]}..."
         self.first = Sign(level, self.last_step, f"{rank}{quote} (line {line.number})")
         self.steps_since = 0
@@ -122,14 +122,16 @@ class DeathSigns:
         log = TORCH_LOG.match(line.text)
         text = line.text[log.end() :] if log else line.text
         self.stop_seen = self.stop_seen or (self.stopped and bool(STOP.search(text)))
+        if "closing signal SIG" in text:
+            return None if self.stopped else HINT
+        if log and (log["level"] or log["word"]) in "DIW":
+            return None
         if self.is_ignored(line.rank, text) or WARNING.match(text) or HARMLESS.search(text):
             return None
         if NO_MESSAGE.match(text):
             return None
         exception = self.is_exception(line.rank, text)
         by_the_stop = self.stopped and (self.stop_seen or bool(STOPPING.search(text)))
-        if log and log["level"] in "IW":
-            return HINT if "closing signal SIG" in text and not self.stopped else None
         if GRAVE_CAUSE.search(text):
             return CAUSE
         if GRAVE_REPORT.search(text):

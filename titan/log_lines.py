@@ -30,11 +30,13 @@ PREFIX = re.compile(
       | \d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?=\s|\[)   # a collector's time
       | \[(?![IWEF]\d)[^\[\]]*\d\d:\d\d:\d\d[^\[\]]*\](?=\s)            # [Mon May 11 05:39:21 UTC 2026]
       | [A-Z][a-z]{2}\s+\d+\s\d\d:\d\d:\d\d\s\S+\s[\w./-]+(?:\[\d+\])?:(?=\s)         # syslog, journald
+      | \d{4}-[A-Z][a-z]{2}-\d\d\s[\d:.]+\s+\d+:\d+(?=\s)               # the Neuron runtime's time
       | std(?:out|err)\s[FP](?=\s)                                      # a container runtime
       | \[pod/[^\]]*\]                                                  # kubectl logs --prefix
       | \([\w ]*pid=\d+[^)]*\)(?=\s)                                    # Ray
-      | [\w.-]+\s+\|(?=\s)                                              # docker compose
-      | (?![\w.]*(?:Error|Exception|Warning):)[A-Za-z][\w.-]*\d[\w.-]*(?:\s(?P<pbs>\d{1,6}))?:(?=\s)  # a host
+      | [\w.-]{1,60}\s+\|(?=\s)                                         # docker compose
+      # A host, and with PBS a rank. An exception's name has a digit as well, now and then.
+      | (?![\w.]*(?:Error|Exception|Warning):)[A-Za-z][\w.-]{0,60}\d[\w.-]{0,60}(?:\s(?P<pbs>\d{1,6}))?:(?=\s)
     )\s?""",
     re.VERBOSE,
 )
@@ -141,6 +143,6 @@ def parse_record(text: str) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
