@@ -218,6 +218,10 @@ def quoted(result) -> str:
         "RuntimeError: Loss or gradient norm is not finite at step 6",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
         "RuntimeError: CUDA error: out of memory",
+        "RuntimeError: The total norm is non-finite, so it cannot be clipped: set error_if_nonfinite=False",
+        "torch._inductor.exc.InductorError: RuntimeError: No valid triton configs. OutOfMemoryError: out of",
+        "subprocess.CalledProcessError: Command 'neuronx-cc' returned non-zero exit status 70.",
+        "ray.exceptions.RayTaskError(RuntimeError): ray::execute",
         "Fatal Python error: Segmentation fault",
         "Fatal Python error: none_dealloc: deallocating None",
         "terminate called after throwing an instance of 'c10::DistBackendError'",
@@ -741,6 +745,16 @@ DEALLOCATOR = [
     '  File "checkpoint.py", line 9, in __del__',
     "PythonFinalizationError: cannot join thread at interpreter shutdown",
 ]
+THREAD = [
+    "Exception in thread Thread-4 (_pin_memory_loop):",
+    "Traceback (most recent call last):",
+    '  File "pin_memory.py", line 9, in do_one_step',
+    "EOFError",
+]
+OLD_WARNINGS = [
+    "[2026-11-30 01:02:03,456] torch.distributed.run: [WARNING] an Error: out of memory in a warning",
+    "W1130 01:02:03.4 9 torch/_dynamo/x.py:7] RuntimeError: out of memory, falling back",
+]
 AUTOTUNING = [
     "Traceback (most recent call last):",
     '  File "triton_heuristics.py", line 9, in _make_launchers',
@@ -762,7 +776,7 @@ CONFIG = [
 ]
 
 
-@pytest.mark.parametrize("harmless", [DEALLOCATOR, AUTOTUNING, CONFIG])
+@pytest.mark.parametrize("harmless", [DEALLOCATOR, THREAD, OLD_WARNINGS, AUTOTUNING, CONFIG])
 @pytest.mark.parametrize("rank", ["", "[rank3]:", "[rank3]:[rank3]: "])
 @pytest.mark.parametrize("where", [2, 5, 13])
 def test_what_looks_like_a_death(check, harmless, rank, where):
@@ -792,6 +806,11 @@ def test_training_that_went_on(check):
             assert (
                 f"training went on after: rank 3: ConnectionError: retrying (line {where + 1})" in result.out
             )
+    # Two files put together: all that is known is that it did not come to an end.
+    lines = titan_log(finished=False)
+    result = check([lines[0], "[rank3]:ConnectionError: retrying", *lines[1:]])
+    assert result.failed == {"all steps done"}
+    assert "--   no rank died           training went on after: rank 3" in result.out
 
 
 # ---------------------------------------------------------------- runs that are not a whole training

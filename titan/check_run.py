@@ -244,8 +244,8 @@ def check_ranks(log: Log) -> Point:
     if log.death:
         when = f"after step {log.death.step}" if log.death.step else "before the first step"
         return Point(name, False, f"{when}: {log.death.quote}")
-    if log.overcome:
-        return Point(name, True, f"training went on after: {log.overcome.quote}")
+    if log.overcome:  # in a log whose parts were put together, order says less
+        return Point(name, log.finished or None, f"training went on after: {log.overcome.quote}")
     return Point(name, True, "no sign of it")
 
 

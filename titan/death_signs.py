@@ -3,8 +3,8 @@
 A sign is a cause, a report or a hint. A rank's exception is a cause; torchrun's list of exit codes is a
 report; "Sending process 12 closing signal SIGTERM" is a hint. The first cause is quoted, else the first
 report, else the first hint. What only looks like a death is no sign: warnings, an exception that Python
-says it ignored, a kernel that a compiler tried and rejected. And whatever the words are, ranks did not die
-where training went on.
+says it ignored, a kernel that a compiler tried and rejected. And whatever the words are, no rank died where
+training went on for two more steps.
 """
 
 import re
@@ -16,13 +16,17 @@ CAUSE, REPORT, HINT = range(3)
 LENGTH = 150  # characters of a line that are quoted
 
 LOGGED = re.compile(r"(?:^|\s)- (?:DEBUG|INFO|WARNING) - ")
-# The logs of torch's own Python and C++ files: W0511 06:33:15.2 18 a/b.py:908] and [E1119 13:21:13.9 A.cpp:6]
+# Of torch's own loggers: W0511 06:33:15.2 18 a/b.py:908] and, in C++, [E1119 13:21:13.9 A.cpp:6]; of old
+# versions torch.distributed.run: [WARNING]
 TORCH_LOG = re.compile(
     r"\[?(?P<level>[IWEF])(?:\d{3,4}|\d{4}-\d\d-\d\dT\S+)? (?:[\d:.]+ )?(?:\d+ )?[\w./-]+:\d+\]\s?"
+    r"|torch[\w.]+: \[(?P<word>[A-Z])[A-Z]+\]\s"
 )
 WARNING = re.compile(r"\S*:\d+: \w*Warning:|\w*Warnings?:|\[?WARN(?:ING)?\b|.*\|\s*WARNING\s*\|", re.I)
-HARMLESS = re.compile(r"No valid triton configs|Ignoring this choice|during autotuning|error_if_nonfinite")
-IGNORED = re.compile(r"Exception ignored (?:in|on|while)\b")
+# Inductor tries kernels, and says afterwards that it does without the one whose exception is above.
+REJECTED = re.compile(r"Ignoring this choice|error during autotuning")
+# What follows did not end the process.
+IGNORED = re.compile(r"Exception ignored (?:in|on|while)\b|Exception in thread ")
 # A command that the shell shows, a line of a traceback above its last one, a line of a printed configuration.
 NO_MESSAGE = re.compile(r"\++ |\s+(?:raise|File) |\s*[\"'][\w.-]+[\"']\s*:")
 TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\)")
@@ -97,8 +101,8 @@ class DeathSigns:
         """Take in a line."""
         if LOGGED.search(line.text):
             return
-        if HARMLESS.search(line.text) and self.first is not None and self.first.level == HINT:
-            self.first = None  # the traceback above ends here
+        if self.first is not None and REJECTED.search(line.text) and "triton" in self.first.quote:
+            self.first = None
         level = self.level(line)
         if level is None or (self.first is not None and self.first.level <= level):
             return
@@ -126,9 +130,7 @@ class DeathSigns:
             return None if self.stopped else HINT
         if log and (log["level"] or log["word"]) in "DIW":
             return None
-        if self.is_ignored(line.rank, text) or WARNING.match(text) or HARMLESS.search(text):
-            return None
-        if NO_MESSAGE.match(text):
+        if self.is_ignored(line.rank, text) or WARNING.match(text) or NO_MESSAGE.match(text):
             return None
         exception = self.is_exception(line.rank, text)
         by_the_stop = self.stopped and (self.stop_seen or bool(STOPPING.search(text)))
