@@ -238,6 +238,7 @@ def quoted(result) -> str:
         "2026-Nov-30 01:02:03.456  8:8  ERROR   NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available",
         "RuntimeError: execution failed: status=1006 NRT_EXEC_OOB",
         "nrt_load status=4, error message=Allocation Failure",
+        "2026-11-30 01:02:03.000123:  98  ERROR ||NEURON_CC_WRAPPER||: Failed compilation with ['x']",
         "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM"
         " Killed.",
         "slurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-11-30T01:02:03 DUE TO TIME LIMIT ***",
@@ -307,6 +308,18 @@ def test_the_exception_is_shown_not_what_torchrun_reports(check):
     assert quoted(check([*lines, lost, *cause])).startswith("after step 5: rank 3: torch._dynamo")
     assert "failed (exitcode: 1)" in quoted(check([*lines, *REPORT]))
     assert quoted(check([*lines, REPORT[0]])).startswith("after step 5: Sending process 34 closing signal")
+
+
+def test_readme_shows_what_is_printed_of_a_crash(check):
+    cause = "[rank3]:[rank3]: RuntimeError: shape '[8, 64]' is invalid for input of size 256"
+    source = ['[rank3]:[rank3]:   File "x.py", line 7, in f', "[rank3]:[rank3]:     return x.view(8, 64)"]
+    lines = [
+        *titan_log(LOSSES[:5], prefix="[rank0]:", finished=False),
+        "[rank3]:[rank3]: Traceback (most recent call last):",
+    ]
+    result = check([*lines, *source, cause, REPORT[0]])
+    printed = re.sub(r"FAIL \S+/run.log", "FAIL run.log", result.out)
+    assert f"```text\n{printed}```" in (ROOT / "titan/README.md").read_text()
 
 
 def test_time_limit_is_the_cause_of_the_signals(check):
@@ -751,7 +764,17 @@ THREAD = [
     '  File "pin_memory.py", line 9, in do_one_step',
     "EOFError",
 ]
-OLD_WARNINGS = [
+WARNINGS = [
+    "2026-Nov-30 01:02:03.456  8:8  WARN  NRT:nrt_init      Failed to read the topology, falling back",
+    "2026-Nov-30 01:02:03.456  8:8  INFO  TDRV:reset        no device failed to reset",
+    "[W1130 01:02:03.4 TCPStore.cpp:125] recvValue failed: RuntimeError: Connection reset by peer",
+    "[W1130 01:02:03.4 ProcessGroupNCCL.cpp:9] Warning: destroy_process_group() was not called before exit",
+    "n1:29:29 [0] misc/ibvwrap.cc:185 NCCL WARN lib wrapper not initialized.",
+    "E0000 00:00:1732.4 123 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to register",
+    "wandb: ERROR Error while calling W&B API: timeout",
+    "Error while fetching HF_TOKEN",
+    "slurmstepd: error: Unable to create TMPDIR [/scratch/12]: Permission denied",
+    "ERROR: ld.so: object 'x' from LD_PRELOAD cannot be preloaded: ignored.",
     "[2026-11-30 01:02:03,456] torch.distributed.run: [WARNING] an Error: out of memory in a warning",
     "W1130 01:02:03.4 9 torch/_dynamo/x.py:7] RuntimeError: out of memory, falling back",
 ]
@@ -776,7 +799,7 @@ CONFIG = [
 ]
 
 
-@pytest.mark.parametrize("harmless", [DEALLOCATOR, THREAD, OLD_WARNINGS, AUTOTUNING, CONFIG])
+@pytest.mark.parametrize("harmless", [DEALLOCATOR, THREAD, WARNINGS, AUTOTUNING, CONFIG])
 @pytest.mark.parametrize("rank", ["", "[rank3]:", "[rank3]:[rank3]: "])
 @pytest.mark.parametrize("where", [2, 5, 13])
 def test_what_looks_like_a_death(check, harmless, rank, where):

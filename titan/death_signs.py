@@ -45,13 +45,14 @@ GRAVE_CAUSE = re.compile(
     r"|Fatal Python error:|terminate called (?:after|without)|Caught signal \d+|Process received signal"
     r"|^(?:double free or corruption|free\(\): |malloc\(\): |corrupted (?:size|double))"
     r"|Loss (?:or gradient norm )?is not finite"
-    r"|\b(?:TDRV|NRT|NMGR|ENC):\w+\s.*(?:[Ff]ail|not available|[Tt]imed? ?out|[Uu]ncorrect)"
+    r"|\b(?:ERROR|FATAL)\s+(?:TDRV|NRT|NMGR|ENC):\w+\s.*(?:[Ff]ail|not avail|[Tt]imed? ?out|[Uu]ncorrect)"
     r"|NeuronCore\(s\) not available|\bNRT_(?!SUCCESS)[A-Z]{3,}\w*|\bnrt_\w+ (?:failed|status=[1-9])"
     r"|[Dd]etected \d+ oom[-_ ]?kill event|\bOOMKilled\b|: Out Of Memory$|exceeded (?:step )?memory limit"
 )
 OTHER_CAUSE = re.compile(
     r"Watchdog caught collective operation timeout|watchdog thread terminated with exception"
     r"|Heartbeat monitor timed out|taking the entire process down"
+    r"|NEURON_CC_WRAPPER\W+Failed compilation"
     r"|CANCELLED AT .* DUE TO|PBS: job killed: |\bTERM_(?:RUNLIMIT|MEMLIMIT|CPULIMIT)\b"
 )
 GRAVE_REPORT = re.compile(
