@@ -235,3 +235,22 @@ def made_cause(compare_made):
         return next(line for line in done.out.splitlines() if line.startswith("Likely cause: "))[14:]
 
     return call
+
+
+@pytest.fixture
+def check_log(call, tmp_path):
+    """Check a TorchTitan log of these lines: .status, .failed (the points), .out, .err."""
+    from made_titan_logs import OK
+
+    sys.path.insert(0, str(ROOT / "titan"))
+    import check_run
+
+    def check_lines(lines, *options) -> SimpleNamespace:
+        path = tmp_path / "run.log"
+        path.write_bytes(lines if isinstance(lines, bytes) else ("\n".join(lines) + "\n").encode())
+        result = call(check_run.main, path, *options)
+        failed = {line[5:27].strip() for line in result.out.splitlines() if line.startswith("FAIL ")}
+        result.failed = failed & (OK | {"NeuronCores in use"})
+        return result
+
+    return check_lines

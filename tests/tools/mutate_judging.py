@@ -45,8 +45,8 @@ TESTS = {
     "training_diagnosis.py": CAUSES,
     "titan/check_run.py": ("test_check_run",),
     "titan/run_log.py": ("test_check_run",),
-    "titan/death_signs.py": ("test_check_run",),
-    "titan/log_lines.py": ("test_check_run",),
+    "titan/death_signs.py": ("test_death_signs",),
+    "titan/log_lines.py": ("test_death_signs", "test_check_run"),
     "titan/parity.py": ("test_titan_parity",),
 }
 PAIRS = (
