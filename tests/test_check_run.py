@@ -430,6 +430,7 @@ def test_run_that_only_evaluates(check_log):
     assert "--   steps appear           no training, 1 evaluations" in result.out
     assert "ok   losses are finite      all 1 evaluations, the last 3.719" in result.out
     assert check_log([*whole[:-1], line.format("   nan"), whole[-1]]).failed == {"losses are finite"}
+    assert check_log([*whole[:-1], line.format("1,234.5"), whole[-1]]).status == 0
     # An evaluation is no step of the training.
     assert "10, 1 to 10" in check_log([*titan_log()[:-1], line.format("9.9"), titan_log()[-1]]).out
 

@@ -233,6 +233,11 @@ def test_garbage_before_the_prefix(check_log, garbage):
     lines = titan_log(LOSSES[:5], prefix="[rank3]:", finished=False)
     died = check_log([*lines, f"{garbage}[rank3]:[rank3]: ValueError: the cause"])
     assert quoted(died) == "after step 5: rank 3: ValueError: the cause (line 8)"
+    # Without a prefix, the traceback begins on that line.
+    crash = ['  File "x.py", line 7, in f', "torch._dynamo.exc.Unsupported: the cause"]
+    if "INFO" not in garbage:
+        died = check_log([*lines, f"{garbage}Traceback (most recent call last):", *crash])
+        assert quoted(died) == "after step 5: torch._dynamo.exc.Unsupported: the cause (line 10)"
     whole = titan_log(prefix="[rank3]:")
     whole[4] = garbage + whole[4]
     assert check_log(whole).status == 0

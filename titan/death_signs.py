@@ -29,7 +29,7 @@ REJECTED = re.compile(r"Ignoring this choice|error during autotuning")
 IGNORED = re.compile(r"Exception ignored (?:in|on|while)\b|Exception in thread ")
 # A command that the shell shows, a line of a traceback above its last one, a line of a printed configuration.
 NO_MESSAGE = re.compile(r"\++ |\s+(?:raise|File) |\s*[\"'][\w.-]+[\"']\s*:")
-TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\)")
+TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 # The last line of a traceback. A source line, "    raise ValueError(", does not start with a class.
 EXCEPTION = re.compile(r"\s*[A-Za-z_][\w.]*(?:Error|Exception)(?:\(\w+\))?(?::\s|:?$)")
 ANY_EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?::\s|:?$)")  # right after a traceback's lines
@@ -145,7 +145,7 @@ class DeathSigns:
             return CAUSE
         if exception or OTHER_REPORT.search(text) or STOPPING.search(text):
             return REPORT
-        return HINT if TRACEBACK.match(text) and not self.stopped else None
+        return HINT if TRACEBACK.search(text) and not self.stopped else None
 
     def is_ignored(self, rank: int | None, text: str) -> bool:
         """Return whether a line belongs to an exception that Python says it ignored."""
@@ -157,11 +157,11 @@ class DeathSigns:
         if EXCEPTION.match(text):
             self.ignored[rank] -= 1
             return True
-        return bool(TRACEBACK.match(text))
+        return bool(TRACEBACK.search(text))
 
     def is_exception(self, rank: int | None, text: str) -> bool:
         """Return whether a line ends a traceback."""
-        if TRACEBACK.match(text):
+        if TRACEBACK.search(text):
             self.in_traceback.add(rank)
             return False
         if EXCEPTION.match(text) or (rank in self.in_traceback and ANY_EXCEPTION.match(text)):

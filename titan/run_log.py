@@ -37,8 +37,8 @@ LOSS_KEYS = ("loss_metrics/global_avg_loss", "loss")  # in lines of JSON
 class Step(NamedTuple):
     """One logged step. What was not logged is None.
 
-    Units: time in seconds since 1970, speed in tokens per second and device, flops in 1e12 a second and
-    device, mfu in percent, seconds of the step itself.
+    Units: time in seconds since 1970, speed in tokens per second and device, tflops in 1e12 operations per
+    second and device, mfu in percent; seconds is how long the step itself took.
     """
 
     number: int
@@ -116,7 +116,7 @@ class Reader:
         self.is_titan = self.is_titan or bool(TITAN.search(text))
         for match in STEP.finditer(text):
             self.add(rank, self.parse_step(match, line))
-        self.validations += [(int(match[1]), float(match[2])) for match in VALIDATION.finditer(text)]
+        self.validations += [(int(match[1]), number(match[2])) for match in VALIDATION.finditer(text)]
         self.read_start(line, rank)
         self.loaded = self.loaded or bool(LOADS.search(text))
         self.compiled_here = self.compiled_here or bool(COMPILED_HERE.search(text))
