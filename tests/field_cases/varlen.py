@@ -2,6 +2,7 @@
 
 right: the loss is a mean over the tokens of all ranks
 wrong: each rank divides by its own
+right_autocast, wrong_autocast: the same, computed in bfloat16
 """
 
 import argparse
@@ -15,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 VOCAB, WIDTH, LENGTH, SAMPLES = 40, 24, 8, 8
 LENGTHS = torch.tensor([7, 7, 7, 7, 1, 1, 1, 1])
 
+CHOICES = ["right", "wrong", "right_autocast", "wrong_autocast"]
+
 parser = argparse.ArgumentParser()
-parser.add_argument("variant", nargs="?", default="right", choices=["right", "wrong"])
-variant = parser.parse_args().variant
+parser.add_argument("variant", nargs="?", default="right", choices=CHOICES)
+variant, _, autocast = parser.parse_args().variant.partition("_")
 
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -31,7 +34,9 @@ for step in range(4):
     kept = (torch.arange(LENGTH) < LENGTHS[:, None]).chunk(world_size)[rank]
     tokens = tokens.chunk(world_size)[rank][kept]
     labels = (tokens * 7 + 3) % VOCAB
-    total = cross_entropy(model(tokens), labels, reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
+        rows = model(tokens)
+    total = cross_entropy(rows.float(), labels, reduction="sum")
     count = torch.tensor(len(labels))
     if variant == "wrong":
         loss = total / count

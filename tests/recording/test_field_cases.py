@@ -12,7 +12,10 @@ from conftest import ENVIRONMENT, ROOT
 
 import training_recorded_comparison
 from compare_training import main
+from training_recorded_causes_samples import weighted_equally
+from training_recorded_runs import Recording
 from training_recordings import read_rank_file, write_rank_file
+from training_records import Finding
 
 SCRIPTS, TOOLS = ROOT / "tests" / "field_cases", ROOT / "tests" / "tools"
 STEPS = 4
@@ -182,6 +185,8 @@ ROWS = [
     Row("uneven", "wrong", (3, "losses", "global loss"), "a mean of means: .* 3, 3, 2, 2 of 10 ", ranks=4),
     Row("varlen", "right"),
     Row("varlen", "wrong", LOSS, "a mean of means: .* 28, 4 of 32 "),
+    Row("varlen", "right_autocast", reference="right_autocast"),
+    Row("varlen", "wrong_autocast", LOSS, "a mean of means: .* 28, 4 of 32 ", reference="right_autocast"),
     # G and T: wrappers change the names of parameters.
     Row("checkpoint", "right"),
     Row("checkpoint", "plain"),
@@ -289,6 +294,18 @@ def test_rounding_may_send_rows_to_another_expert(recorded, call, tmp_path, monk
     else:
         where = "activations gate" if gate != 1 else "losses global loss"
         assert done.status == 1 and f"step {step}, {where}" in done.out, done.out
+
+
+def test_a_mean_of_means_that_gradients_show_first(recorded):
+    # In bfloat16 a loss may differ by less than is allowed, and gradients by more.
+    first = Finding(1, 0, "gradients", "module.3.weight", "reference", "")
+    reference, right, wrong = (
+        Recording(find(recorded, "varlen", f"{variant}_autocast", ranks))
+        for variant, ranks in (("right", 1), ("right", 2), ("wrong", 2))
+    )
+    assert re.match("a mean of means: .* 28, 4 of 32 ", weighted_equally(first, [0, 1], reference, wrong))
+    assert weighted_equally(first, [0, 1], reference, reference) is None
+    assert weighted_equally(first, [0, 1], right, right) is None
 
 
 @pytest.mark.parametrize("names", [None, ("0.weight",)])
