@@ -29,7 +29,7 @@ SGD_RULE = "-learning rate x gradient"
 
 
 def no_gradient(evidence: Evidence) -> str | None:
-    """The parameter is frozen."""
+    """No gradient arrives at the parameter."""
     if evidence.actual_tensor(kind="gradients") is not None:
         return None
     steps, expected = evidence.actual(evidence.rank), (evidence.reference or evidence.actual)(0)[1]
@@ -43,7 +43,7 @@ def no_gradient(evidence: Evidence) -> str | None:
     values = f"yet {', '.join(changed)} change" if changed else "and the values do not change"
     return (
         f"{evidence.ranks_in_words}: no gradient of {', '.join(frozen)} in {count} of {len(steps) - 1} "
-        f"steps, {values}: frozen (requires_grad is False)"
+        f"steps, {values}: frozen (requires_grad is False), not used, or cut off from the loss"
     )
 
 
@@ -62,6 +62,8 @@ def not_reduced(evidence: Evidence) -> str | None:
             why = "reduced over the wrong group"
             if one_group_a_replica(evidence, groups):
                 why = "not reduced"
+                if max(about.get("microbatches", 1) for about in evidence.metadata) > 1:
+                    why += ", or only some of the microbatches'"
                 if all(differs_between_replicas(evidence, name) for name in evidence.names("gradients")):
                     why += (
                         ", nor is any other gradient: is the wrapper's forward bypassed, or no_sync still on?"

@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from training_evidence import MAX_UNEXPLAINED, numbered
-from training_recorded_runs import CONVENTIONS, Recording, losses_of, unit_of
+from training_recorded_runs import CONVENTIONS, Recording, choose_conventions, compared_losses, unit_of
 from training_recorded_samples import activations_of, keys_of, matched_keys
 from training_records import Finding
 from training_sketches import NOT_FINITE_KEY, fold
@@ -193,28 +193,27 @@ def sum_of_ranks(first: Finding, ranks: list[int], reference: Recording, actual:
 
 def loss_factor(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
     """The loss is a known multiple of the reference's, exactly: a sum, a scale."""
-    if first.kind != "losses":
-        return None
-    one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
+    one, other = compared_losses(reference, actual, first.step) if first.kind == "losses" else (None, None)
     if not one or not other:
         return None
-    ratio, known = other / one, []
-    outputs = [entry["shape"] for entry in actual.of_step(first.step)[0]["activations"][-1:]]
-    for shape in outputs:
-        elements, samples = prod(shape), shape[0]
-        known += [
-            (elements, f"summed over the {elements} elements of the output instead of averaged"),
-            (
-                elements // shape[-1],
-                f"summed over the {elements // shape[-1]} rows of the output instead of averaged",
-            ),
-            (samples, f"summed over the {samples} samples instead of averaged"),
-        ]
+    record = actual.of_step(first.step)[actual.first_ranks[0]]
+    known = []
+    for entry in record["activations"][-1:]:
+        shape = entry["shape"]
+        counts = {prod(shape): "elements of the output", prod(shape[:-1]): "rows of it", shape[0]: "samples"}
+        known = [(count, f"summed over {count} {what} instead of averaged") for count, what in counts.items()]
     known += [(2.0**power, f"a loss scale of {2**power} that was not removed") for power in range(4, 33)]
-    for value, text in known:
-        if value > 1 and abs(ratio / value - 1) <= LOSS_EPS * 2.0**-23:
-            return f"the loss is {ratio:.7g} times the reference's: {text}"
-    return None
+    readings = []
+    microbatches = max(1, len(record["losses"]))
+    for factor, divided in ((1, ""), (microbatches, f", then divided by the {microbatches} microbatches")):
+        for value, text in known:
+            if value > 1 and abs(other / one * factor / value - 1) <= LOSS_EPS * 2.0**-23:
+                readings.append(text + divided)
+        if microbatches == 1:
+            break
+    return (
+        f"the loss is {other / one:.7g} times the reference's: {', or '.join(readings)}" if readings else None
+    )
 
 
 def weighted_equally(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
@@ -225,9 +224,16 @@ def weighted_equally(first: Finding, ranks: list[int], reference: Recording, act
     """
     if first.kind not in ("losses", "gradients"):
         return None
-    expected, plain = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
+    expected, plain = compared_losses(reference, actual, first.step)
     records = [actual.of_step(first.step)[rank] for rank in actual.first_ranks]
-    losses = [loss for record in records for loss in record["losses"]]
+    over_microbatches, over_replicas = choose_conventions(reference, actual)[1]
+    times = {"mean": 1.0, "sum": len(records), "share": 1 / len(records)}[over_replicas]
+    # Each as the script would have it alone: their mean is the loss that is compared.
+    losses = [
+        loss * times * (len(record["losses"]) if over_microbatches == "sum" else 1)
+        for record in records
+        for loss in record["losses"]
+    ]
     labels = [count for record in records for count in record["labels"]]
     samples = [len(keys) for record in records for keys in record["calls"] if keys is not None]
     exact = LOSS_EPS * 2.0**-23
@@ -254,9 +260,15 @@ def other_loss(first: Finding, ranks: list[int], reference: Recording, actual: R
     ]
     if first.kind != "losses" or not names[0] & names[1]:
         return None
-    one, other = (losses_of(run, first.step, CONVENTIONS[0]) for run in (reference, actual))
+    one, other = compared_losses(reference, actual, first.step)
+    *keys, _ = matched_keys(reference, actual, first.step)
+    theirs, ours = ({key for of_rank in run for call in of_rank for key in call} for run in keys)
+    text = "every activation agrees, and " if theirs & ours else ""
+    text += f"the loss is {other / one:.6g} times the reference's"
+    microbatches = len(actual.of_step(first.step)[actual.first_ranks[0]]["losses"])
+    if microbatches > 1 and choose_conventions(reference, actual)[1] == CONVENTIONS[0]:
+        text += f" ({other / one * microbatches:.6g} times if its {microbatches} microbatches' are summed)"
     return (
-        f"every activation agrees, and the loss is {other / one:.6g} times the reference's: the target or "
-        "the loss function is another, or scaled, or its mean is over something else (each rank's own "
-        "tokens, not all)"
+        f"{text}: the target or the loss function is another, or scaled, or its mean is over something else "
+        "(each rank's own tokens, not all)"
     )

@@ -43,12 +43,14 @@ def tied(first: Finding, ranks: list[int], reference: Recording, actual: Recordi
 
 def not_initialized(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
     """Before training a tensor is of another size altogether."""
-    kind = {"parameters": "before", "buffers": "buffers_before"}.get(first.kind)
-    if first.step or kind is None:
+    if first.step or first.kind not in ("parameters", "buffers"):
         return None
-    ours = actual.tensors(1, kind)[first.name]
-    own = next(whole for whole in ours if ranks[0] in whole.ranks)
-    expected = reference.tensors(1, kind)[first.name][0].norm
+    theirs, ours = (
+        run.start if first.kind == "parameters" else run.tensors(1, "buffers_before")
+        for run in (reference, actual)
+    )
+    own = next(whole for whole in ours[first.name] if ranks[0] in whole.ranks)
+    expected = theirs[first.name][0].norm
     if not own.norm or not expected:
         return None
     ratio = own.norm / expected
@@ -70,11 +72,30 @@ def in_no_optimizer(first: Finding, ranks: list[int], reference: Recording, actu
     missing = sorted(theirs - ours)
     if first.name not in missing:
         return None
-    strange = sorted(ours - actual.tensors(1, "before").keys() | ours - theirs)
+    strange = sorted(ours - actual.start.keys() | ours - theirs)
     other = f"; it holds {', '.join(strange[:3])}, which the reference's does not" if strange else ""
     return (
         f"no optimizer holds {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
         f"({len(missing)} of {len(theirs)} parameters): not updated by the optimizer{other}"
+    )
+
+
+def no_gradient(first: Finding, ranks: list[int], reference: Recording, actual: Recording) -> str | None:
+    """A parameter has no gradient, though the script trains it, or because it does not."""
+    entries = actual.of_step(max(1, first.step))[ranks[0]]
+    if first.kind != "gradients" or first.name in entries["gradients"]:
+        return None
+    trains = entries["before"].get(first.name, {}).get("requires_grad")
+    if trains is None:
+        return None
+    without = sorted(reference.tensors(first.step, "gradients").keys() - entries["gradients"].keys())
+    text = f"no gradient of {', '.join(without[:3])}{', ...' if len(without) > 3 else ''} on "
+    text += f"{numbered('rank', ranks)} in step {first.step}: "
+    if not trains:
+        return f"{text}frozen (requires_grad is False)"
+    return (
+        f"{text}requires_grad is True, so they are not used, or cut off (detach, no_grad, a reentrant "
+        "checkpoint whose inputs need no gradient), or FSDP2's set_requires_gradient_sync is off"
     )
 
 

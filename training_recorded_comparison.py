@@ -16,6 +16,7 @@ from training_recorded_runs import (
     KNOWN,
     Recording,
     choose_conventions,
+    loss_bound,
     losses_of,
     other_setting,
     put_together,
@@ -33,6 +34,7 @@ from training_recorded_samples import (
     rerouted,
     rows_of_modules,
     say_skipped,
+    whole_modules,
 )
 from training_recorded_tolerance import (
     KINDS,
@@ -64,7 +66,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
     checks = [check_recording("actual", actual, unit), check_recording("reference", reference, unit)]
     kinds = rows_of_modules(reference, actual)
     compare_start(reference, actual, found)
-    conventions = choose_conventions(reference, actual, loss_bound(unit, norm_eps))
+    conventions = choose_conventions(reference, actual)
     say_conventions(conventions, found)
     for step in range(1, actual.steps + 1):
         *keys, eps = matched_keys(reference, actual, step)
@@ -72,6 +74,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
             same_layout = reference.replicas == actual.replicas and keys[0] == keys[1]
         compare_samples(step, *keys, eps, (reference, actual), found)
         activations = activations_of(reference, step, keys[0]), activations_of(actual, step, keys[1])
+        activations = activations[0], whole_modules(reference, actual, step, activations[1])
         results = judge_activations(step, *activations, kinds, same_layout, drift, unit, norm_eps, found)
         may_reroute = step > 1 and not found.findings  # by what earlier steps are allowed to differ
         if may_reroute and rounding_rerouted(reference, actual, step, kinds, results, found):
@@ -131,8 +134,8 @@ def rounding_rerouted(
 
 def compare_start(reference: Recording, actual: Recording, found: Divergence) -> None:
     """Compare parameters and buffers before training; the tolerance of a copy, 16 eps of their type."""
-    for kind, name in (("buffers_before", "buffers"), ("before", "parameters")):
-        ours, theirs = actual.tensors(1, kind), reference.tensors(1, kind)
+    buffers = (run.tensors(1, "buffers_before") for run in (actual, reference))
+    for name, (ours, theirs) in (("buffers", buffers), ("parameters", (actual.start, reference.start))):
         for tensor in [tensor for tensor in theirs if tensor in ours]:
             expected = theirs[tensor][0]
             for whole in ours[tensor]:
@@ -171,12 +174,6 @@ def compare_losses(
             result = mismatch(f": reference {one:.9g}, actual {other:.9g}: not finite")
         found.add(step, LOSS, ranks, result)
     return {"reference": one, "actual": other}
-
-
-def loss_bound(unit: float, norm_eps: float | None) -> float:
-    """Return the relative difference up to which two losses agree; they are at best of float32."""
-    eps = max(unit, 2.0**-23)
-    return bound_of(eps, 2, norm_eps) * eps  # a mean over many, as a matrix is
 
 
 def say_conventions(conventions: tuple, found: Divergence) -> None:
@@ -238,7 +235,7 @@ def compare_parameters(
 ) -> None:
     """Compare parameters after a step, and keep for the next one by how much they differ."""
     ours, theirs = actual.tensors(step, "parameters"), reference.tensors(step, "parameters")
-    start, gradients = reference.tensors(1, "before"), reference.tensors(step, "gradients")
+    start, gradients = reference.start, reference.tensors(step, "gradients")
     settings = rates_of(reference.of_step(step)[:1])
     by_rank = settings_by_rank(actual, step)
     floor = floor_of(gradients, unit)
@@ -337,7 +334,7 @@ def check_same_model(reference: Recording, actual: Recording) -> None:
         )
     if reference.metadata["saved_at"] == actual.metadata["saved_at"]:
         raise InputError("the two directories hold the same run, one is a copy; give two runs")
-    theirs, ours = reference.tensors(1, "before"), actual.tensors(1, "before")
+    theirs, ours = reference.start, actual.start
     other_names = {
         name for run in (reference, actual) for names in run.metadata["tied"].values() for name in names
     }

@@ -16,12 +16,20 @@ import training_recorded_causes_samples as of_samples
 import training_recorded_causes_tensors as of_tensors
 from training_evidence import Evidence
 from training_recorded_causes_samples import activation_pair
-from training_recorded_runs import CONVENTIONS, Recording, losses_of, rates_of, unit_of
+from training_recorded_runs import (
+    CONVENTIONS,
+    Recording,
+    choose_conventions,
+    losses_of,
+    rates_of,
+    unit_of,
+)
 from training_records import LOSS, Finding, Steps
 
 RECORDED = [
     of_tensors.tied,
     of_tensors.in_no_optimizer,
+    of_tensors.no_gradient,
     of_samples.samples_of_own,
     of_samples.other_samples,
     of_samples.other_type,
@@ -116,11 +124,14 @@ def steps_of(
     own: each rank's; otherwise rank 0's for all, but of an activation the rank's samples in the other run.
     """
     known: dict[int, Steps] = {}
+    convention = CONVENTIONS[0]
+    if other is not None:
+        convention = choose_conventions(*((other, recording) if own else (recording, other)))[own]
 
     def steps(rank: int) -> Steps:
         of = rank if own else 0
         if of not in known:
-            known[of] = steps_of_rank(recording, of)
+            known[of] = steps_of_rank(recording, of, convention)
         if key[0] != "activations" or other is None:
             return known[of]
         pair = (
@@ -136,8 +147,11 @@ def steps_of(
     return steps
 
 
-def steps_of_rank(recording: Recording, rank: int) -> Steps:
-    """Return a rank's parameters, gradients, deltas and loss of all steps, as it has them."""
+def steps_of_rank(recording: Recording, rank: int, convention: tuple[str, str]) -> Steps:
+    """Return a rank's parameters, gradients, deltas and loss of all steps, as it has them.
+
+    convention: how losses are put together, see choose_conventions.
+    """
 
     def seen(step: int, kind: str) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -147,7 +161,9 @@ def steps_of_rank(recording: Recording, rank: int) -> Steps:
                     tensors[name] = whole.sketch
         return tensors
 
-    start = {("parameters", name): sketch for name, sketch in seen(1, "before").items()}
+    start = {}
+    for step in range(recording.steps, 0, -1):  # before its first step, see Recording.start
+        start |= {("parameters", name): sketch for name, sketch in seen(step, "before").items()}
     start |= {("buffers", name): sketch for name, sketch in seen(1, "buffers_before").items()}
     steps = [start]
     for step in range(1, recording.steps + 1):
@@ -156,7 +172,7 @@ def steps_of_rank(recording: Recording, rank: int) -> Steps:
         tensors |= {("parameters", name): sketch for name, sketch in after.items()}
         tensors |= {("deltas", name): after[name] - before[name] for name in after}
         tensors |= {("buffers", name): sketch for name, sketch in seen(step, "buffers").items()}
-        loss = losses_of(recording, step, CONVENTIONS[0])
+        loss = losses_of(recording, step, convention)
         if loss is not None:
             tensors[LOSS] = torch.tensor(loss, dtype=torch.float64)
         steps.append(tensors)

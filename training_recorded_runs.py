@@ -14,6 +14,7 @@ import torch
 from training_common import InputError
 from training_recordings import read_rank_file
 from training_records import check_rank_files
+from training_tolerance import bound_of
 
 # How losses may be put together: over microbatches, then over replicas. "share": each rank scales its loss by
 # the number of replicas, because gradients are averaged.
@@ -78,6 +79,14 @@ class Recording:
     def first_ranks(self) -> list[int]:
         """The first rank of each replica."""
         return [self.replicas.index(replica) for replica in range(max(self.replicas) + 1)]
+
+    @cached_property
+    def start(self) -> dict[str, list["Whole"]]:
+        """Each parameter before its first step: not the run's where optimizers take turns."""
+        found: dict[str, list[Whole]] = {}
+        for step in range(self.steps, 0, -1):
+            found = {**found, **self.tensors(step, "before")}
+        return found
 
     def of_step(self, step: int) -> list[dict]:
         """Return what each rank recorded of a step, counted from 1."""
@@ -223,10 +232,13 @@ def shown(value: object) -> str:
 
 
 def losses_of(recording: Recording, step: int, convention: tuple[str, str]) -> float | None:
-    """Return the loss of a step: the mean or sum over microbatches, then over replicas; None without one."""
+    """Return the loss of a step: the mean or sum over microbatches, then over replicas; None without one.
+
+    Of a pipeline the ranks of the last stage have one.
+    """
     records = recording.of_step(step)
-    values = [records[rank]["losses"] for rank in recording.first_ranks]
-    if not all(values):
+    values = [losses for rank in recording.first_ranks if (losses := records[rank]["losses"])]
+    if not values:
         return None
     over = {
         "mean": lambda numbers: sum(numbers) / len(numbers),
@@ -236,7 +248,19 @@ def losses_of(recording: Recording, step: int, convention: tuple[str, str]) -> f
     return over[convention[1]]([over[convention[0]](of_rank) for of_rank in values])
 
 
-def choose_conventions(reference: Recording, actual: Recording, allowed: float) -> tuple[tuple, tuple]:
+def compared_losses(reference: Recording, actual: Recording, step: int) -> tuple[float | None, float | None]:
+    """Return the losses of a step in both runs, put together as choose_conventions says."""
+    conventions = choose_conventions(reference, actual)
+    return losses_of(reference, step, conventions[0]), losses_of(actual, step, conventions[1])
+
+
+def loss_bound(unit: float, norm_eps: float | None = None) -> float:
+    """Return the relative difference up to which two losses agree; they are at best of float32."""
+    eps = max(unit, 2.0**-23)
+    return bound_of(eps, 2, norm_eps) * eps  # a mean over many, as a matrix is
+
+
+def choose_conventions(reference: Recording, actual: Recording) -> tuple[tuple, tuple]:
     """Return how the losses of each run are put together, so that those of step 1 agree best.
 
     Scripts scale what they call backward on differently. The mean over everything comes first; with other
@@ -253,6 +277,7 @@ def choose_conventions(reference: Recording, actual: Recording, allowed: float) 
     def unusual(pair: tuple) -> int:
         return sum(UNUSUAL.index(microbatches) + 3 * UNUSUAL.index(ranks) for microbatches, ranks in pair)
 
+    allowed = loss_bound(unit_of(reference, actual))
     pairs = sorted(product(CONVENTIONS, CONVENTIONS), key=unusual)
     best = min(pairs, key=lambda pair: max(round(error(pair), 9), allowed))
     return best if error(best) <= max(allowed, min(NEAR, error(pairs[0]) / 16)) else pairs[0]

@@ -252,9 +252,53 @@ def compare_samples(
         if lists[0] != lists[1]:
             found.note("the ranks got the reference's samples in another order, such as round robin")
         return
+    if reason := cut_otherwise(step, *recordings, *counts):
+        found.note(f"samples are not compared: {reason}")
+        return
     gone, others = sum(missing.values()), sum(extra.values())
     message = f": {gone} of the reference's {total} samples are missing, {others} others are there"
     found.add(step, SAMPLES, ranks, mismatch(message))
+
+
+def in_stages(recording: Recording, step: int) -> bool:
+    """Say whether ranks hold different parameters, as the stages of a pipeline do."""
+    return len({frozenset(record["before"]) for record in recording.of_step(step)}) > 1
+
+
+def whole_modules(reference: Recording, actual: Recording, step: int, rows: dict[Key, list[Rows]]) -> dict:
+    """Return the activations without those of modules of which a stage of a pipeline has only a part."""
+    if not in_stages(actual, step):
+        return rows
+    held = [record["before"].keys() for record in actual.of_step(step)]
+    found = {}
+    for key, of_module in rows.items():
+        module = key[1].partition(" call ")[0]
+        inside = "" if module == "(model)" else f"{module}."
+        needed = {name for name in reference.start if name.startswith(inside)}
+        if whole := [row for row in of_module if needed <= held[row.ranks[0]]]:
+            found[key] = whole
+    return found
+
+
+def cut_otherwise(
+    step: int, reference: Recording, actual: Recording, theirs: Counter, ours: Counter
+) -> str | None:
+    """Say why ranks cannot have the reference's samples as they are, None if they can.
+
+    They have a piece of each sequence, or what an earlier stage of a pipeline has computed.
+    """
+    if in_stages(actual, step) and theirs & ours:
+        return "ranks hold different parameters, as the stages of a pipeline do"
+    shapes = [
+        {entry["name"]: entry["shape"] for entry in reversed(run.of_step(step)[0]["activations"])}
+        for run in (reference, actual)
+    ]
+    for name, shape in shapes[1].items() if not theirs & ours else ():
+        pairs = list(zip(shapes[0].get(name, ())[1:], shape[1:], strict=False))
+        cut = [one // other for one, other in pairs if one != other and other and one % other == 0]
+        if len(cut) == sum(one != other for one, other in pairs) == 1 and actual.world_size % cut[0] == 0:
+            return f"ranks have a part of each, 1 of {cut[0]}, as with context parallelism ({name})"
+    return None
 
 
 def judge_activations(

@@ -30,7 +30,7 @@ def judge_by_witness(
     Returns the new findings, and for each tensor and step the reference's own error, a share of its norm.
     """
     theirs, ours = (errors_against(witness, run) for run in (reference, actual))
-    elements = {name: prod(copies[0].shape) for name, copies in actual.tensors(1, "before").items()}
+    elements = {name: prod(copies[0].shape) for name, copies in actual.start.items()}
     unit, ratios, added = unit_of(reference, actual), {}, []
     for (key, step), error in ours.items():
         small = key[0] != "activations" and elements.get(key[1], 0) < FEWEST

@@ -336,7 +336,9 @@ class Recorder:
             self._step.optimizers.append(describe_optimizer(optimizer, skipped))
             for parameter in (*trained_by(optimizer), *self.names.parameters()):
                 if id(parameter) not in self._step.before:
-                    self._step.before[id(parameter)] = self._described(parameter, parameter)
+                    described = self._described(parameter, parameter)
+                    described["requires_grad"] = parameter.requires_grad
+                    self._step.before[id(parameter)] = described
             if closure is None:
                 self._describe_gradients(optimizer)
         if len(self._open) > 1:

@@ -38,9 +38,9 @@ results/four/rank-1.pt, of a run of three steps on four ranks, as read_rank_file
     }
 
 Each {...} is what training_sketches.describe returns of this rank's shard, each entry of "activations"
-what describe_samples returns. A rank that holds a whole tensor has "mesh" None there. In the file "steps"
-is JSON, and the small tensors of a type are one: with thousands of tensors, torch.load takes most of a
-comparison's time.
+what describe_samples returns; those of "before" also have "requires_grad". A rank that holds a whole
+tensor has "mesh" None there. In the file "steps" is JSON, and the small tensors of a type are one: with
+thousands of tensors, torch.load takes most of a comparison's time.
 """
 
 import json

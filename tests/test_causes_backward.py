@@ -53,16 +53,17 @@ GRADIENTS = [
     fault(
         without("bias"),
         "every rank: no gradient of bias in 2 of 2 steps, and the values do not change: frozen "
-        "(requires_grad is False)",
+        "(requires_grad is False), not used, or cut off from the loss",
     ),
     fault(
         without("bias", moved=True),
-        "every rank: no gradient of bias in 2 of 2 steps, yet bias change: frozen (requires_grad is False)",
+        "every rank: no gradient of bias in 2 of 2 steps, yet bias change: frozen (requires_grad is False), "
+        "not used, or cut off from the loss",
     ),
     fault(
         without("bias"),
         "ranks 1, 3: no gradient of bias in 2 of 2 steps, and the values do not change: frozen "
-        "(requires_grad is False)",
+        "(requires_grad is False), not used, or cut off from the loss",
         1,
         3,
     ),

@@ -212,6 +212,23 @@ ROWS = [
     Row("wide", "right_wide", reference="right_wide"),
     Row("wide", "ulp_wide", reference="right_wide", of=2),
     Row("sequence_first", "right"),
+    # Optimizers that take turns: each makes a step.
+    Row("adversarial", "right"),
+    Row("adversarial", "wrong", (2, "gradients", None), None),
+    Row("microbatch_means", "right"),
+    Row("microbatch_means", "wrong", LOSS, "a mean of means: .* of 54 valid labels"),
+    Row(
+        "cut_off", "wrong", (1, "gradients", None), "requires_grad is True, so they are not used, or cut off"
+    ),
+    Row("cut_off", "frozen", (1, "gradients", None), r"frozen \(requires_grad is False\)$"),
+    # Pieces of samples, and what an earlier stage has computed, cannot be matched.
+    Row("context_parallel", "right", PASS, "ranks have a part of each, 1 of 2"),
+    Row(
+        "context_parallel", "wrong_shift", LOSS, "^the loss is .* the target or the loss", "every activation"
+    ),
+    Row("context_parallel", "wrong_scale", (1, "gradients", "head.weight"), "2 data-parallel replicas once"),
+    Row("pipeline", "right", PASS, "as the stages of a pipeline do"),
+    Row("pipeline", "wrong", (1, "gradients", None), None, "seed|other data|not finite"),
 ]
 
 
