@@ -278,7 +278,7 @@ train() {
     cd "$ROOT"
     take_folder "${RESULTS:-results}"
     local log status=0 checked=0 stopped= folder=$ROOT job
-    log=$(absolute "$results/$NAME-$(date +%Y%m%d-%H%M%S).log")
+    until log=$(absolute "$results/$NAME-$(date +%Y%m%d-%H%M%S).log") && [ ! -e "$log" ]; do sleep 0.2; done
     ln -sf "$(basename "$log")" "$results/$NAME.log" # the latest
     rm -f ${RECORD:+"$RECORD/rank-0.pt"}
     notes "${options[@]}" >&2
