@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -444,6 +445,31 @@ def write_then_rename(path: Path) -> Iterator[Path]:
         raise
 
 
+def write_tensors(content: dict, path: Path) -> None:
+    """Write a rank file with torch.save. Raises InputError, which says how much space it needs."""
+    try:
+        torch.save(content, path)
+    except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
+        path.unlink(missing_ok=True)
+        needed, free = (size / 2**20 for size in (_size_of(content), shutil.disk_usage(path.parent).free))
+        reason = "the disk is full" if free < needed else str(error).splitlines()[0]
+        raise InputError(
+            f"{path.name.removesuffix('.tmp')} cannot be written in {path.parent}: {reason}; it needs "
+            f"{needed:.1f} MiB, {free:.1f} MiB are free: free some, or use another directory"
+        ) from None
+
+
+def _size_of(value: object) -> int:
+    # Bytes of all tensors and texts in nested dictionaries and lists.
+    if torch.is_tensor(value):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_size_of, value))
+    return len(value) if isinstance(value, str) else 0
+
+
 def prepare_output_dir(directory: Path, clear: bool = True) -> None:
     """Make the directory, check that it can be written, and with clear remove an earlier run's files.
 
@@ -516,6 +542,7 @@ def save_results(
 ) -> None:
     """Write this rank's records to <output-dir>/rank-<rank>.pt: plain CPU tensors and metadata.
 
+    Raises InputError if the file cannot be written, as on a full disk.
     Without degrees and ranks of a mesh, every rank is a data-parallel replica.
     learning_rate and optimizer tell one job from another. Which optimizer updated a parameter, and with
     which rate, is in each step's record, as train() reads it. Records of another loop may lack it: then
@@ -539,7 +566,7 @@ def save_results(
         **_describe_launch(args),
     }
     with write_then_rename(args.output_dir / f"rank-{rank}.pt") as temporary:
-        torch.save({"metadata": metadata, "records": records}, temporary)
+        write_tensors({"metadata": metadata, "records": records}, temporary)
         if dist.is_initialized() and rank == 0:
             dist.barrier()
     if dist.is_initialized() and rank != 0:

@@ -453,10 +453,7 @@ class Recorder:
         path = self.args.output_dir / f"rank-{rank}.pt"
         # A launcher ends the ranks that wait for one that has failed: there is no file yet.
         wait_for_all(world_size, self.args.output_dir.name)
-        try:
-            write_rank_file(path, metadata, steps)
-        except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
-            raise InputError(f"{path} cannot be written: {str(error).splitlines()[0]}") from None
+        write_rank_file(path, metadata, steps)
         return rank
 
     def _summary(self) -> str:

@@ -56,7 +56,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training_common import InputError, is_stand_in, print_line, torch_neuronx_version, write_then_rename
+from training_common import (
+    InputError,
+    is_stand_in,
+    print_line,
+    torch_neuronx_version,
+    write_tensors,
+    write_then_rename,
+)
 from training_records import read_file
 
 FORMAT = "parity-sketches-3"  # marks a rank file; raise the number when its layout changes
@@ -99,7 +106,7 @@ def backend_of(device: str) -> str:
 
 
 def write_rank_file(path: Path, metadata: dict, steps: list[dict]) -> None:
-    """Write what one rank recorded. Raises what torch.save raises if it cannot be written."""
+    """Write what one rank recorded. Raises InputError if it cannot be written."""
     tensors, small = [], {}  # small: by type, the tensors that are stored as one, and their elements
 
     def place(value: torch.Tensor) -> dict:
@@ -117,7 +124,7 @@ def write_rank_file(path: Path, metadata: dict, steps: list[dict]) -> None:
     together = {name: torch.cat(parts) for name, (parts, _) in small.items()}
     content = {"metadata": metadata, "steps": text, "tensors": tensors, "small": together}
     with write_then_rename(path) as temporary:
-        torch.save(content, temporary)
+        write_tensors(content, temporary)
 
 
 def wait_for_all(world_size: int, name: str) -> None:

@@ -665,3 +665,38 @@ def test_killed_rank_ends_the_run_and_leaves_no_complete_result(tmp_path):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+FULL = """
+import pathlib, resource, sys, torch
+sys.path.insert(0, {root!r})
+from training_common import InputError, write_then_rename, write_tensors
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+try:
+    with write_then_rename(pathlib.Path({path!r})) as temporary:
+        write_tensors({{"records": [{{"a": torch.zeros(2**20)}}], "metadata": {{"format": "x"}}}}, temporary)
+except InputError as error:
+    print(error)
+"""
+
+
+def test_a_rank_file_that_does_not_fit(tmp_path):
+    script = tmp_path / "full.py"
+    script.write_text(FULL.format(root=str(ROOT), path=str(tmp_path / "rank-0.pt")))
+    done = run(sys.executable, script)
+    assert done.status == 0, done.err
+    assert re.fullmatch(
+        rf"rank-0\.pt cannot be written in {tmp_path}: .+; it needs 4\.0 MiB, [\d.]+ MiB are free: "
+        "free some, or use another directory\n",
+        done.out,
+    )
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_a_full_disk_is_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr(training_common.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=2**20))
+    monkeypatch.setattr(
+        training_common.torch, "save", Mock(side_effect=RuntimeError("unexpected pos 64 vs 0"))
+    )
+    with pytest.raises(InputError, match="the disk is full; it needs 4.0 MiB, 1.0 MiB are free"):
+        training_common.write_tensors({"a": torch.zeros(2**20)}, tmp_path / "rank-0.pt.tmp")

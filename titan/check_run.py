@@ -301,7 +301,7 @@ def check(args: argparse.Namespace) -> tuple[Log, list[Point]]:
         check_throughput(log),
         check_end(log, args.steps, args.stopped),
         ranks,
-        check_cores(args.neuron_monitor or args.log.with_name(f"{args.log.name}.neuron-monitor")),
+        check_cores(args.neuron_monitor or Path(f"{args.log.resolve()}.neuron-monitor")),
     ]
 
 
