@@ -3,6 +3,7 @@
 import copy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -466,3 +467,11 @@ def test_the_four_runs_that_are_made(call, tmp_path, monkeypatch):
         "simplefsdp-tp2": (4, "simple_fsdp", 2),
         "simplefsdp-fsdp4": (4, "simple_fsdp", 1),
     }
+
+
+def test_a_warning_after_the_launchers_error_is_not_quoted(monkeypatch, tmp_path):
+    said = "error: rank 0 failed first: no space\n  warnings.warn('resource_tracker: There appear to be 3')\n"
+    failed = SimpleNamespace(returncode=1, stderr=said)
+    monkeypatch.setattr(parity.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(parity.InputError, match="^rank 0 failed first: no space$"):
+        parity.launch(1, [], tmp_path / "log")

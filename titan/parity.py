@@ -346,7 +346,8 @@ def launch(ranks: int, options: list[object], log: Path) -> None:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise InputError(lines[-1].removeprefix("error: "))
+        errors = [line for line in lines if line.startswith("error: ")]  # Python may warn after it
+        raise InputError((errors or lines)[-1].removeprefix("error: "))
 
 
 def train(family: str, args: argparse.Namespace) -> Path:
