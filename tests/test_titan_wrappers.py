@@ -198,6 +198,14 @@ def test_printed_command_can_be_pasted(tmp_path):
     result = run(ROOT / LLAMA, "--dry-run", DEVICE="cpu", PYTHON=str(python), CONFIG="a b")
     assert f"'{python}' launch.py" in result.out
     assert "--config 'a b'" in result.out
+    assert words(result.out)[:6] == [
+        "cd",
+        str(ROOT),
+        str(python),
+        "titan/make_assets.py",
+        "--output",
+        ".titan",
+    ]
     assert "TITAN_DEVICE=cpu" in result.out
     assert "CONFIG='a b'" in run(ROOT / LLAMA, "--dry-run", DEVICE="neuron", CONFIG="a b").out
 

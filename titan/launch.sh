@@ -230,11 +230,18 @@ launch() {
     fi
     if [ -z "$given$chosen_module$chosen_config$chosen_ngpu" ] && [ "$DEVICE" != neuron ]; then
         echo "# here, on the ${DEVICE}, at debug size:"
-        show "${command[@]}"
+        show_here
         neuron_command "${words[@]}"
         check_arguments "${options[@]}"
         echo "# on a Neuron node, in the torchtitan-neuron directory:"
     fi
+    if [ "$DEVICE" = neuron ]; then show "${command[@]}"; else show_here; fi
+}
+
+# show_here: print the command and what it needs, so that both can be pasted in any folder.
+show_here() {
+    printf 'cd ' && quote "$ROOT" && echo
+    show "$PYTHON" titan/make_assets.py --output .titan
     show "${command[@]}"
 }
 
