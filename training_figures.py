@@ -149,29 +149,10 @@ def draw_scores(comparison: dict, prefix: str) -> tuple[str, str]:
     return to_svg(figure, f"{prefix}-scores", caption), caption
 
 
-def failed_steps(comparison: dict) -> list[list[bool]]:
-    """Return for each place on the path and each step whether it failed there.
-
-    The file says how often a tensor failed and in which step its share of what is allowed was largest. Of
-    one that failed, each step with more than the usual eps, or without a number, is taken for failed.
-    """
-    usual = allowed_eps(comparison["tolerance"])
-    rows = {(row["kind"], row["name"]): row for row in comparison["tensors"]}
-    found = []
-    for place in comparison["path"]:
-        row = rows[place["kind"], place["name"]]
-        found.append(
-            [
-                row["mismatched"] > 0 and (error is None or error > usual or step == row["worst_step"])
-                for step, error in enumerate(place["eps"], start=1)
-            ]
-        )
-    return found
-
-
 def draw_path(comparison: dict, prefix: str) -> tuple[str, str]:
     """Return the error of each activation, then of each gradient, in the order of execution, as SVG."""
-    path, failed = comparison["path"], numpy.array(failed_steps(comparison))
+    path = comparison["path"]
+    failed = numpy.array([place["failed"] for place in path])  # by place and step
     errors = numpy.array([[as_float(error) for error in place["eps"]] for place in path])
     count, steps = errors.shape
     usual = allowed_eps(comparison["tolerance"])

@@ -397,12 +397,10 @@ def test_path_without_numbers_and_with_many_names(recorded, monkeypatch):
     names = [f"model.layers.{index}.attention.projection" for index in range(300)]
     path = [{"kind": "activations", "name": name, "eps": [0.0, 2.0]} for name in names]
     path += [{"kind": "gradients", "name": f"{name}.weight", "eps": [1.0, 3.0]} for name in names[::-1]]
-    path[151]["eps"] = [1.0, None]
-    tensors = [
-        {"kind": place["kind"], "name": place["name"], "mismatched": int(place is path[151]), "worst_step": 2}
-        for place in path
-    ]
-    axes, legend, caption = drawn(recorded["summed"], monkeypatch, path=path, tensors=tensors)
+    for place in path:
+        place["failed"] = [False, False]
+    path[151] |= {"eps": [1.0, None], "failed": [False, True]}
+    axes, legend, caption = drawn(recorded["summed"], monkeypatch, path=path)
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert 40 < len(labels) <= 62 and "…151.attention.projection" in labels
     assert max(map(len, labels)) <= training_figures.NAME and len(set(labels)) == len(labels)
@@ -415,7 +413,8 @@ def test_path_without_numbers_and_with_many_names(recorded, monkeypatch):
 
 
 def test_many_steps_share_a_legend(recorded, monkeypatch):
-    path = [{**place, "eps": [0.0] * 50} for place in recorded["averaged"]["path"]]
+    even = {"eps": [0.0] * 50, "failed": [False] * 50}
+    path = [{**place, **even} for place in recorded["averaged"]["path"]]
     axes, legend, _ = drawn(recorded["averaged"], monkeypatch, path=path)
     assert legend == ["step 1", "step 11", "step 21", "step 30", "step 40", "step 50"]
     assert len(axes.lines) == 2 * 50 + 2

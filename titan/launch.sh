@@ -271,7 +271,7 @@ stop() {
     all=$(all_below "$job")
     echo "== $NAME: stopped by SIG$1, ending $(echo "$all" | wc -l) processes" >&2
     kill -TERM -- "-$job" 2>/dev/null
-    for _ in $(seq 80); do
+    for _ in $(seq 95); do # longer than launch.py takes for its own ranks: STOP_SECONDS
         running=$(ps -o pid= -p "$(echo $all | tr ' ' ,)" 2>/dev/null) || return 0
         sleep 0.1
     done

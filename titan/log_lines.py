@@ -21,6 +21,7 @@ COLOUR = re.compile(
 # Of torchrun, within a line too. Its --role may be another word, which is known at the start of a line only.
 RANKS = re.compile(r"(?:\[(?:rank|default|trainer)\d{1,6}\]:\s?)+")
 TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?")
+# A group that catches digits catches the rank.
 PREFIX = re.compile(
     r"""\s*(?:
         \[[A-Za-z_]*(?P<torchrun>\d{1,6})\]:(?!\d\d:)                   # [rank3]:, not 09:59:01
