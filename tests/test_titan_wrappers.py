@@ -221,16 +221,17 @@ def test_help_is_the_wrappers_own():
     assert result.out.startswith("Step 1: Llama 3.1 8B, full activation checkpointing")
 
 
-TRAINS = RUN_TRAIN.replace("[ -e fail ]", "(trap '' TERM; echo $BASHPID > train.pid; sleep 100); [ -e fail ]")
+TRAINS = "({}; echo $BASHPID > train.pid; sleep 100); [ -e fail ]"
 
 
-def start(node, **environment):
-    """Start a wrapper whose training ignores SIGTERM and goes on for long; return when it trains."""
+def start(node, trap="true"):
+    """Start a wrapper whose training goes on for long; return when it trains. trap: what it does first."""
     node.tool("neuron-monitor", '#!/bin/sh\necho $$ > "$RESULTS/monitor.pid"\nexec sleep 100\n')
-    (node.checkout / "run_train.sh").write_text(TRAINS)
+    script = RUN_TRAIN.replace("[ -e fail ]", TRAINS.format(trap))
+    (node.checkout / "run_train.sh").write_text(script)
     wrapper = subprocess.Popen(
         [ROOT / LLAMA],
-        env=ENVIRONMENT | node.environment | environment,
+        env=ENVIRONMENT | node.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -247,7 +248,7 @@ def start(node, **environment):
 @pytest.mark.parametrize(("name", "stop"), [("SIGINT", os.killpg), ("SIGINT", os.kill), ("SIGTERM", os.kill)])
 def test_a_stopped_wrapper_leaves_nothing_and_is_no_failure(node, name, stop):
     """Ctrl-C goes to the whole foreground group, as from a terminal; kill to the wrapper alone."""
-    wrapper = start(node)
+    wrapper = start(node, "trap '' TERM" if name == "SIGTERM" else "true")  # one has to be killed
     stop(wrapper.pid, getattr(signal, name))
     out, err = wrapper.communicate(timeout=30)
     assert f"== llama_fsdp64: stopped by {name}, ending " in err
