@@ -26,9 +26,7 @@ def distance(one: Whole, other: Whole) -> float:
     return (one.sketch - other.sketch).norm().item()
 
 
-def judge(
-    difference: float, norm: float, eps: float, more: float = 0.0, norm_eps: float = NORM_EPS
-) -> Result:
+def judge(difference: float, norm: float, eps: float, more: float, norm_eps: float) -> Result:
     """Judge a norm of a difference. eps: 0 for whole numbers, which must be equal; more: allowed on top."""
     allowed = norm_eps * eps * norm + more
     unit = eps or 1.0
