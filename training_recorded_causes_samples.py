@@ -204,13 +204,13 @@ def loss_factor(first: Finding, ranks: list[int], reference: Recording, actual: 
         known = [(count, f"summed over {count} {what} instead of averaged") for count, what in counts.items()]
     known += [(2.0**power, f"a loss scale of {2**power} that was not removed") for power in range(4, 33)]
     readings = []
-    microbatches = max(1, len(record["losses"]))
-    for factor, divided in ((1, ""), (microbatches, f", then divided by the {microbatches} microbatches")):
+    ways = {1: ""}
+    if (microbatches := len(record["losses"])) > 1:
+        ways[microbatches] = f", then divided by the {microbatches} microbatches"
+    for factor, divided in ways.items():
         for value, text in known:
             if value > 1 and abs(other / one * factor / value - 1) <= LOSS_EPS * 2.0**-23:
                 readings.append(text + divided)
-        if microbatches == 1:
-            break
     return (
         f"the loss is {other / one:.7g} times the reference's: {', or '.join(readings)}" if readings else None
     )

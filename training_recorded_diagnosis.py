@@ -19,6 +19,7 @@ from training_recorded_causes_samples import activation_pair
 from training_recorded_runs import (
     CONVENTIONS,
     Recording,
+    Whole,
     choose_conventions,
     losses_of,
     rates_of,
@@ -153,17 +154,18 @@ def steps_of_rank(recording: Recording, rank: int, convention: tuple[str, str]) 
     convention: how losses are put together, see choose_conventions.
     """
 
-    def seen(step: int, kind: str) -> dict[str, torch.Tensor]:
-        tensors = {}
-        for name, copies in recording.tensors(step, kind).items():
+    def of_rank(tensors: dict[str, list[Whole]]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, copies in tensors.items():
             for whole in copies:
                 if rank in whole.ranks:
-                    tensors[name] = whole.sketch
-        return tensors
+                    found[name] = whole.sketch
+        return found
 
-    start = {}
-    for step in range(recording.steps, 0, -1):  # before its first step, see Recording.start
-        start |= {("parameters", name): sketch for name, sketch in seen(step, "before").items()}
+    def seen(step: int, kind: str) -> dict[str, torch.Tensor]:
+        return of_rank(recording.tensors(step, kind))
+
+    start = {("parameters", name): sketch for name, sketch in of_rank(recording.start).items()}
     start |= {("buffers", name): sketch for name, sketch in seen(1, "buffers_before").items()}
     steps = [start]
     for step in range(1, recording.steps + 1):
