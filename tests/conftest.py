@@ -1,10 +1,13 @@
 """Real runs that many tests look at: each mode once, at four ranks, started by launch.py."""
 
+import io
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +72,36 @@ def run_alone(*script, **options) -> SimpleNamespace:
     """Run a script as the only rank, without a launcher: torch is imported once."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return run(sys.executable, *script, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", **ranks, **options)
+
+
+def fork(folder: Path, jobs: dict[str, tuple], timeout: float = 120) -> dict[str, list]:
+    """Run commands under tests/tools/fork_ranks.py; by their names: ranks and command in, statuses out."""
+    listed = [
+        {"name": name, "ranks": ranks, "command": [str(part) for part in command]}
+        for name, (ranks, *command) in jobs.items()
+    ]
+    script = [sys.executable, ROOT / "tests" / "tools" / "fork_ranks.py", "--timeout", timeout, folder]
+    subprocess.run(
+        [str(part) for part in script],
+        input=json.dumps(listed),
+        text=True,
+        env=ENVIRONMENT,
+        check=True,
+        timeout=900,
+    )
+    return json.loads((folder / "statuses.json").read_text())
+
+
+def run_here(main, *arguments) -> SimpleNamespace:
+    """Call a script's main in this process with a command line: exit status, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    words = ["script.py", *map(str, arguments)]
+    with mock.patch.object(sys, "argv", words), redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = main()
+        except SystemExit as stop:
+            status = stop.code
+    return SimpleNamespace(status=status or 0, out=out.getvalue(), err=err.getvalue())
 
 
 def read_logs(folder: Path, stream: str = "stderr") -> str:
@@ -169,28 +202,17 @@ def oracle(tmp_path_factory):
 
             made[model] = tmp_path_factory.mktemp("oracle") / model
             arguments = ["--model", model, "--steps", STEPS, "--output-dir", made[model]]
-            with mock.patch.object(sys, "argv", ["oracle_train.py", *map(str, arguments)]):
-                oracle_train.main()
+            done = run_here(oracle_train.main, *arguments)
+            assert done.status == 0, done.err
         return made[model]
 
     return make
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
+def call():
     """Call a script's main in this process with a command line: exit status, stdout and stderr."""
-
-    def run_main(main, *arguments) -> SimpleNamespace:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, arguments)])
-        try:
-            status = main()
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        return SimpleNamespace(status=status or 0, out=out, err=err)
-
-    return run_main
+    return run_here
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, copy_run, copy_scripts, edit_all, run, run_alone
+from conftest import ROOT, copy_run, copy_scripts, edit_all, fork, run, run_alone, run_here
 
 import compare_training
 import oracle_train
@@ -211,10 +211,6 @@ def copy_alone(script: str, *needed: str, to: Path) -> Path:
 def test_script_and_libraries_are_enough(tmp_path, runs, faulty):
     script = copy_alone("compare_training.py", *LIBRARIES, to=tmp_path / "compare")
     arguments = ["--world-size", 4, "--reference-dir", runs("ddp").directory, "--actual-dir"]
-    equal = copy_run(runs("ddp").directory, tmp_path / "equal")
-    done = run(sys.executable, script, *arguments, equal, cwd=tmp_path)
-    assert (done.status, done.err) == (0, "")
-    assert "PASS comparison ranks=4 steps=3" in done.out
     done = run(sys.executable, script, *arguments, faulty, "--json", tmp_path / "x.json", cwd=tmp_path)
     assert done.status == 1 and not done.err
     assert "summed over the 4 data-parallel replicas instead of averaged, or not divided by 4" in done.out
@@ -292,14 +288,14 @@ def recorded(folder):
     """A recording of train.py on one rank, and of it with the mistake that the README shows, on four."""
     (folder / "faulty.py").write_text(TRAIN.replace("    loss.backward()", "    (4 * loss).backward()"))
     recorder = [ROOT / "record_training.py", "--full", "2.bias", "--output-dir"]
-    done = run(sys.executable, *recorder, folder / "right", "train.py", cwd=folder)
-    assert done.status == 0, done.err
-    launcher = [sys.executable, ROOT / "launch.py", "--standalone", "--nproc-per-node=4"]
-    done = run(*launcher, *recorder, folder / "faulty", "faulty.py", cwd=folder)
-    assert done.status == 0, done.err
+    jobs = {
+        "right": (0, *recorder, folder / "right", folder / "train.py"),
+        "faulty": (4, *recorder, folder / "faulty", folder / "faulty.py"),
+    }
+    statuses = fork(folder, jobs)
+    assert not any(map(any, statuses.values())), statuses
     runs = ["--reference-dir", folder / "right", "--actual-dir", folder / "faulty"]
-    done = run(sys.executable, ROOT / "compare_training.py", *runs, "--json", folder / "recorded.json")
-    return folder, done
+    return folder, run_here(compare_training.main, *runs, "--json", folder / "recorded.json")
 
 
 def test_output_shown_of_a_recording_is_what_is_printed(recorded):

@@ -10,7 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import RANKS, ROOT, launch, refusal, run
+from conftest import RANKS, ROOT, fork, refusal, run, run_here
+
+import compare_training
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -317,14 +319,15 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "job.py").write_text(SCRIPT)
     recorder = [ROOT / "record_training.py", "--output-dir"]
-    done = run(sys.executable, *recorder, folder / "one", folder / "job.py")
-    assert done.status == 0, done.err
+    jobs = {"one": (0, *recorder, folder / "one", folder / "job.py")}
+    for told in ("averaged", "summed"):
+        jobs[told] = 2, *recorder, folder / told, folder / "job.py", told
+    statuses = fork(folder, jobs)
+    assert not any(map(any, statuses.values())), statuses
     found = {}
     for told in ("averaged", "summed"):
-        done = launch(2, folder / "logs" / told, *recorder, folder / told, folder / "job.py", told)
-        assert done.status == 0, done.err
         runs = ["--reference-dir", folder / "one", "--actual-dir", folder / told]
-        run(sys.executable, ROOT / "compare_training.py", *runs, "--json", folder / f"{told}.json")
+        run_here(compare_training.main, *runs, "--json", folder / f"{told}.json")
         found[told] = report_training.load_comparison(folder / f"{told}.json")
     return found
 

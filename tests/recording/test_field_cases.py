@@ -3,12 +3,10 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
-from conftest import ENVIRONMENT, ROOT
+from conftest import ROOT, fork
 
 import training_recorded_comparison
 from compare_training import main
@@ -238,15 +236,12 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("field")
     needed = {(row.script, row.variant, row.ranks) for row in ROWS}
     needed |= {(row.script, row.reference, row.of) for row in ROWS}
-    jobs = []
+    jobs = {}
     for script, variant, ranks in sorted(needed):
         name = f"{script}-{variant}-{ranks}"
         command = [ROOT / "record_training.py", "--output-dir", folder / name, "--steps", STEPS]
-        command += [SCRIPTS / f"{script}.py", variant]
-        jobs.append({"name": name, "ranks": ranks, "command": [str(part) for part in command]})
-    forks = [sys.executable, TOOLS / "fork_ranks.py", "--timeout", "120", folder]
-    jobs = json.dumps(jobs)
-    subprocess.run([*map(str, forks)], input=jobs, text=True, env=ENVIRONMENT, check=True, timeout=900)
+        jobs[name] = ranks, *command, SCRIPTS / f"{script}.py", variant
+    fork(folder, jobs)
     return folder
 
 

@@ -1,6 +1,5 @@
 """record_training.py: what it records, that it changes nothing, how it ends. Real processes, real Gloo."""
 
-import json
 import os
 import re
 import socket
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENVIRONMENT, ROOT, launch, read_logs, run
+from conftest import ROOT, fork, launch, read_logs, run
 
 import training_recordings
 from training_common import InputError
@@ -87,22 +86,18 @@ class Runs:
 
     def __init__(self, folder) -> None:
         self.folder = folder
-        self.jobs: list[dict] = []
+        self.jobs: dict[str, tuple] = {}
 
     def add(self, name, ranks, *command) -> None:
         ranks = 0 if ranks == 1 else ranks  # no RANK is set then
-        self.jobs.append({"name": name, "ranks": ranks, "command": [str(part) for part in command]})
+        self.jobs[name] = ranks, *command
 
     def record(self, name, ranks, *command, steps=3, afterwards="continue") -> None:
         options = "--output-dir", self.folder / name, "--steps", steps, "--afterwards", afterwards
         self.add(name, ranks, RECORDER, *options, *command)
 
     def run(self) -> None:
-        script = [sys.executable, str(ROOT / "tests" / "tools" / "fork_ranks.py"), str(self.folder)]
-        subprocess.run(
-            script, input=json.dumps(self.jobs), text=True, env=ENVIRONMENT, check=True, timeout=500
-        )
-        self.statuses = json.loads((self.folder / "statuses.json").read_text())
+        self.statuses = fork(self.folder, self.jobs, timeout=60)
 
     def __getitem__(self, name) -> SimpleNamespace:
         """Return the statuses, stdout and stderr of a command's ranks, and what they recorded."""
