@@ -179,3 +179,18 @@ def test_prediction_is_cached(monkeypatch, tmp_path):
     monkeypatch.setattr(memory.sys, "executable", "/bin/false")
     with pytest.raises(memory.InputError):  # cut: predicted again
         memory.measure(layout, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "said"),
+    [
+        (9, 15, "saves 1.00 to 5.00"),
+        (11.5, 22, "takes 1.50 to 2.00 more"),
+        (9, 20.5, "from 0.50 more to 1.00 less"),
+        (10.5, 18, "from 0.50 more to 2.00 less"),
+        (10, 20, "saves 0.00 to 0.00"),
+    ],
+)
+def test_what_a_change_saves_or_takes(lower, upper, said):
+    before, changed = SimpleNamespace(lower=10, upper=20), SimpleNamespace(lower=lower, upper=upper)
+    assert memory.difference_of(before, changed) == said

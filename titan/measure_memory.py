@@ -239,6 +239,7 @@ class LiveBytes(TorchDispatchMode):
 
     def peaks(self) -> dict[str, dict]:
         """Return for each phase its peak ("bytes"), and the largest of what was alive then ("labels")."""
+        self.halve_backward()
         size, peaks = 0, {}
         for index, event in enumerate(self.events):
             if event.phase not in peaks:
@@ -250,6 +251,16 @@ class LiveBytes(TorchDispatchMode):
             phase: {"bytes": peak.size, "labels": self.largest(self.events[: peak.event + 1])}
             for phase, peak in peaks.items()
         }
+
+    def halve_backward(self) -> None:
+        """Make two phases of the backward, by its events.
+
+        It begins with all activations and ends with all new gradients. Which of the two is more depends
+        on the number of layers: each is a line of its own.
+        """
+        backward = [event for event in self.events if event.phase == "backward"]
+        for number, event in enumerate(backward):
+            event.phase = "backward, first half" if 2 * number < len(backward) else "backward, second half"
 
     def largest(self, events: list[Event]) -> dict[str, int]:
         """Return the bytes that are alive after the events, by label, the largest first."""

@@ -283,6 +283,16 @@ def explain(prediction: Prediction) -> None:
         print(f"    {size:7.3f} {label}")
 
 
+def difference_of(prediction: Prediction, changed: Prediction) -> str:
+    """Return what a changed layout saves or takes in GiB, from the lower end to the upper, in words."""
+    lower, upper = prediction.lower - changed.lower, prediction.upper - changed.upper
+    if lower >= 0 and upper >= 0:
+        return f"saves {lower:.2f} to {upper:.2f}"
+    if lower <= 0 and upper <= 0:
+        return f"takes {-lower:.2f} to {-upper:.2f} more"
+    return f"from {-min(lower, upper):.2f} more to {max(lower, upper):.2f} less"
+
+
 def try_knobs(layout: dict, prediction: Prediction, args: argparse.Namespace, pool: Executor) -> None:
     """Print what changing one thing of a layout would save, or why it cannot be changed."""
     started = [
@@ -296,8 +306,8 @@ def try_knobs(layout: dict, prediction: Prediction, args: argparse.Namespace, po
             print(f"  with {name:37} cannot be built: {error}")
             continue
         bracket = f"{changed.lower:7.2f} {changed.upper:7.2f}"
-        saves = f"{prediction.lower - changed.lower:.2f} to {prediction.upper - changed.upper:.2f}"
-        print(f"  with {name:37} {bracket} {'':9}   {fit(changed, args.memory)}; saves {saves}")
+        difference = f"{fit(changed, args.memory)}; {difference_of(prediction, changed)}"
+        print(f"  with {name:37} {bracket} {'':9}   {difference}")
 
 
 def print_row(layout: dict, prediction: Prediction, memory: float) -> None:
