@@ -122,7 +122,7 @@ class Recorder:
 
     def _enter(self, module: nn.Module, inputs: tuple, named: dict | None = None) -> None:
         # While torch.compile traces, this question is all that it sees of the hook.
-        if torch.compiler.is_compiling() or self._blind_to_calls():
+        if torch.compiler.is_compiling() or self._blind_to_calls() or _is_compiled_graph(module):
             return
         if named is None and self._stack[-1:] == [module] and module._compiled_call_impl is not None:
             return  # compiled in place, and called a second time by what is not compiled of it
@@ -493,6 +493,12 @@ def _is_running(wanted: FrameType | None) -> bool:
     while frame is not None and frame is not wanted:
         frame = frame.f_back
     return frame is not None
+
+
+def _is_compiled_graph(module: nn.Module) -> bool:
+    # Some backends call the graph as a module. It has no parameters: they are inputs; and its outputs are
+    # also what it keeps for the backward. A model that torch.fx has traced has parameters.
+    return isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None
 
 
 def _is_capturing() -> bool:

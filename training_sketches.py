@@ -29,6 +29,7 @@ SAMPLE_WIDTH = 32  # buckets of the sketch of one sample, at most
 NOT_FINITE_KEY = 2.0**100  # a sample with a number of this size in its key holds NaN or infinity
 LINE = 4096  # a vector is a matrix with rows of this length
 COLUMNS = 1024  # columns that are worked on at a time: the buffers then stay in the cache
+ELEMENTS = 1 << 18  # of matrices that are worked on at a time: as many take 2 MiB in float64
 ROWS, ROW_SHIFTS, COLUMN_SIGNS, COLUMN_SHIFTS = range(4)  # which hash
 
 
@@ -114,10 +115,15 @@ def _sketch_by_element(block: torch.Tensor, row: int, column: int, width: int) -
     count, rows, columns = block.shape
     sign = signs(row, rows, ROWS)[:, None] * signs(column, columns, COLUMN_SIGNS)
     bucket = _buckets(row, rows, ROW_SHIFTS, width)[:, None] + _buckets(column, columns, COLUMN_SHIFTS, width)
-    # bincount adds faster than index_add_ does. It takes all matrices at once, each with its own buckets.
-    bucket = torch.arange(count)[:, None] * width + (bucket % width).flatten()
-    signed = (block * sign).flatten()
-    return torch.bincount(bucket.flatten(), signed, minlength=count * width).reshape(count, width)
+    # bincount adds faster than index_add_ does. It takes many matrices at once, each with its own buckets.
+    at_once = max(1, ELEMENTS // (rows * columns))
+    bucket = (torch.arange(min(count, at_once))[:, None] * width + (bucket % width).flatten()).flatten()
+    sketches = []
+    for part in block.split(at_once):
+        signed = (part * sign).flatten()
+        summed = torch.bincount(bucket[: len(signed)], signed, minlength=len(part) * width)
+        sketches.append(summed.reshape(len(part), width))
+    return torch.cat(sketches)
 
 
 @lru_cache(maxsize=256)

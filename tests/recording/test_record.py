@@ -303,6 +303,39 @@ def test_of_a_compiled_model_the_output_is_recorded(ran):
         assert [names(step) for step in steps_of(ran[case])] == [expected] * 3
 
 
+SKETCHES_A_COMPILED_MODEL = """
+import sys
+import torch
+import training_recorder
+describe = training_recorder.describe_samples
+def described(tensor, samples):
+    print("sketched", *tensor.shape)
+    return describe(tensor, samples)
+training_recorder.describe_samples = described
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+compiled = torch.compile(model, backend=sys.argv[1])
+@torch.compile(backend=sys.argv[1])
+def loss_of(output):
+    return (output ** 2).mean()
+for step in range(2):
+    loss_of(compiled(torch.ones(4, 8))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_a_graph_that_the_compiler_calls_as_a_module_is_none(tmp_path, backend):
+    """Its outputs are also what it keeps for the backward: gathered weights, which may be gigabytes."""
+    (tmp_path / "train.py").write_text(SKETCHES_A_COMPILED_MODEL)
+    done = record("--output-dir", tmp_path / "out", "--steps", "2", tmp_path / "train.py", backend)
+    assert done.status == 0, done.err
+    assert re.findall("sketched .*", done.out) == 2 * ["sketched 4 3"]
+    for step in read_rank_file(tmp_path / "out/rank-0.pt")["steps"]:
+        assert names(step) == ["(model)"] and len(step["calls"]) == 1
+
+
 def test_a_skipped_step_is_recorded_as_one(ran):
     for case in ("scales1", "scales_fused1"):
         steps = steps_of(ran[case])
