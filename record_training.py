@@ -32,6 +32,9 @@ def parse_arguments() -> argparse.Namespace:
     option("--output-dir", type=Path, required=True, help="where rank-<rank>.pt is written")
     option("--steps", type=int, default=3, help="optimizer steps to record (default: 3)")
     option(
+        "--skip", type=int, default=0, help="optimizer steps before the first that is recorded (default: 0)"
+    )
+    option(
         "--activations",
         default="*",
         metavar="PATTERN",
@@ -56,6 +59,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps < 1:
         raise InputError(f"--steps is {args.steps}; record at least one step")
+    if args.skip < 0:
+        raise InputError(f"--skip is {args.skip}; give 0 or more steps")
     if not args.module and not Path(args.script).is_file():
         raise InputError(f"there is no script {args.script}; for a module give -m")
     return args

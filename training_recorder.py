@@ -46,6 +46,7 @@ class Recorder:
         self.args = args
         self.names = Names()
         self.steps: list[Step] = []
+        self._to_skip: int = args.skip
         self.seconds = 0.0  # spent here
         self.done = False
         self.problem: InputError | None = None  # why nothing can be recorded
@@ -431,6 +432,9 @@ class Recorder:
                 for module in self._called
                 if (name := self.names.of_module(module)) and not fnmatch.fnmatchcase(name, wanted)
             }
+            if self._to_skip:
+                self._to_skip -= 1
+                self.steps.clear()
             if len(self.steps) < self.args.steps:
                 return
             self.done = True
@@ -480,11 +484,13 @@ class Recorder:
             raise self.problem
         if self.done:
             return
-        why = "give fewer steps" if self.steps else "no step of a torch.optim optimizer was seen (a compiled "
-        why += "" if self.steps else "function's cannot be)"
+        seen = self.args.skip - self._to_skip + len(self.steps)
+        why = "give fewer steps" if seen else "no step of a torch.optim optimizer was seen (a compiled "
+        why += "" if seen else "function's cannot be)"
+        wanted = f"--skip {self.args.skip} and --steps" if self.args.skip else "--steps"
         raise InputError(
-            f"the script ended after {len(self.steps)} of --steps {self.args.steps} optimizer steps: nothing "
-            f"was recorded; {why}"
+            f"the script ended after {seen} of {wanted} {self.args.steps} optimizer steps: nothing was "
+            f"recorded; {why}"
         )
 
 

@@ -205,6 +205,7 @@ def test_help_lists_every_target(make):
             "titan-deepseek",
             "titan-smoke",
             "titan-parity",
+            "titan-parity-full",
             "titan-memory",
             "neuron-test",
             "titan-test",

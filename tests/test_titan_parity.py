@@ -11,6 +11,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "titan"))
 import parity  # noqa: E402
+import parity_full  # noqa: E402
 
 
 def record(steps=2, experts=False, **options) -> dict:
@@ -450,12 +451,14 @@ def test_without_records_each_family_is_trained_and_compared(call, tmp_path, mon
 def test_the_four_runs_that_are_made(call, tmp_path, monkeypatch):
     launched = {}
 
-    def launch(ranks, options, log):
-        option = dict(zip(options[::2], options[1::2], strict=True))
+    def launch(ranks, command, log):
+        assert command[0] == ROOT / "titan/parity_train.py"
+        option = dict(zip(command[1::2], command[2::2], strict=True))
         assert (option["--family"], option["--seed"], option["--steps"]) == ("llama3", 42, 3)
         assert option["--assets"] == Path(".titan")
-        launched[option["--output"].stem] = (ranks, option["--plan"], option.get("--tp"))
-        torch.save(record(), option["--output"])
+        launched[log.name] = (ranks, option["--plan"], option.get("--tp"))
+        if option["--plan"] != "seed":
+            torch.save(record(), option["--output"])
 
     monkeypatch.setattr(parity, "launch", launch)
     for _ in range(2):  # the second time, its own folder is cleared
@@ -475,3 +478,66 @@ def test_a_warning_after_the_launchers_error_is_not_quoted(monkeypatch, tmp_path
     monkeypatch.setattr(parity.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(parity.InputError, match="^rank 0 failed first: no space$"):
         parity.launch(1, [], tmp_path / "log")
+
+
+@pytest.fixture
+def full(call, tmp_path, monkeypatch):
+    """Run parity_full.py without training; statuses: its comparisons'; fails: which run does."""
+
+    def run_full(*options, statuses=(), fails=None):
+        launched, compared, statuses = [], [], list(statuses)
+
+        def launch(ranks, command, log, device="cpu"):
+            command = [str(word) for word in command]
+            option = dict(zip(command[1::2], command[2::2], strict=False))
+            seed = Path(command[command.index("--seed-checkpoint") + 1])
+            assert seed.is_dir() == (command[-1] != "seed")
+            seed.mkdir(parents=True, exist_ok=True)
+            launched.append((log.parent.parent.name, log.name, ranks, device, option.get("--steps")))
+            if log.name == fails:
+                raise parity.InputError("rank 0 failed first: no memory")
+
+        def compare(reference, actual):
+            compared.append((reference.name, actual.name))
+            return statuses.pop(0) if statuses else 0
+
+        monkeypatch.setattr(parity_full, "launch", launch)
+        monkeypatch.setattr(parity_full, "compare", compare)
+        result = call(parity_full.main, "--results", tmp_path, *options)
+        assert not list(tmp_path.glob("*/seed"))  # gigabytes
+        return result, launched, compared
+
+    return run_full
+
+
+def test_at_full_width_four_ranks_are_compared_with_one(full):
+    result, launched, compared = full("--family", "llama3", "--dtype", "float32")
+    assert (result.status, result.err) == (0, "")
+    assert [run[:4] for run in launched] == [
+        ("llama3-float32", "seed", 1, "cpu"),
+        ("llama3-float32", "one-rank", 1, "cpu"),
+        ("llama3-float32", "cpu", 4, "cpu"),
+    ]
+    assert compared == [("one-rank", "cpu")]
+    _, launched, compared = full()
+    assert [run[0] for run in launched[::3]] == [
+        "llama3-float32",
+        "llama3-bfloat16",
+        "deepseek_v3-float32",
+        "deepseek_v3-bfloat16",
+    ]
+    assert len(compared) == 4
+
+
+def test_at_full_width_a_device_is_compared_with_the_cpu(full):
+    _, launched, compared = full("--family", "llama3", "--dtype", "bfloat16", "--device", "cuda")
+    assert launched[-1][1:4] == ("cuda", 4, "cuda")
+    assert compared == [("one-rank", "cpu"), ("cpu", "cuda")]
+
+
+def test_at_full_width_the_worst_status_counts(full):
+    assert full("--dtype", "float32", statuses=[1, 0])[0].status == 1
+    assert full("--dtype", "float32", "--device", "cuda", statuses=[0, 0, 0, 2])[0].status == 2
+    result, launched, compared = full(fails="one-rank")
+    assert (result.status, result.err) == (2, "error: rank 0 failed first: no memory\n")
+    assert len(launched) == 2 and compared == []

@@ -551,6 +551,7 @@ for command in {commands!r}:
         "there is no module missing.part": ["-m", "missing.part"],
         "there is no module package.__main__": ["-m", "package"],
         "--steps is 0": ["--steps", "0", str(SCRIPT)],
+        "--skip is -1": ["--skip", "-1", str(SCRIPT)],
         "the following arguments are required": [],
         "--output-dir file/x cannot be written: Not a directory": [
             "--output-dir",

@@ -69,8 +69,8 @@ def run(mode: str, seed: int, apply: Callable | None, compiled: bool, directory:
         sketches.mkdir(parents=True, exist_ok=True)
         recorder = Recorder(
             argparse.Namespace(
-                **{"output_dir": sketches, "steps": steps, "activations": "*", "full": []},
-                **{"afterwards": "continue", "script": mode, "arguments": []},
+                **{"output_dir": sketches, "steps": steps, "skip": 0, "activations": "*"},
+                **{"full": [], "afterwards": "continue", "script": mode, "arguments": []},
             )
         )
         main()

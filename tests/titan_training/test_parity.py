@@ -117,3 +117,37 @@ def test_routing_is_compared(train, deepseek):
     assert mismatches
     assert all(line.startswith("step 2:") for line in mismatches)
     assert any("tokens_per_expert_E counts 6144 tokens, reference 3072" in line for line in mismatches)
+
+
+FULL_SIZE = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+sys.path.insert(0, sys.argv[1])
+from titan import parity_train
+for family in ("llama3", "deepseek_v3"):
+    args = SimpleNamespace(family=family, size="full", dtype="bfloat16", vocabulary=None, steps=2, tp=2,
+        replicate=1, seed=42, plan="simple_fsdp", assets=Path("a"), checkpointing=None,
+        seed_checkpoint=Path("b/seed"))
+    config = parity_train.make_config(args)
+    model = config.model_spec.model
+    (layer,) = model.layers
+    print(family, model.dim, model.vocab_size, layer.moe and layer.moe.num_experts)
+    print(config.training.local_batch_size, config.training.seq_len, config.training.dtype,
+        config.training.mixed_precision_param, config.optimizer.param_groups[0].optimizer_name)
+args.vocabulary = 1024
+model = parity_train.make_config(args).model_spec.model
+print(model.vocab_size, model.lm_head.out_features, model.tok_embeddings.num_embeddings)
+"""
+
+
+def test_at_full_size_one_layer_is_as_wide_as_the_model():
+    done = run(sys.executable, "-c", FULL_SIZE, ROOT, TITAN_DEVICE="cpu", WORLD_SIZE="4")
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[-5:] == [
+        "llama3 4096 128256 None",
+        "1 16 bfloat16 bfloat16 SGD",
+        "deepseek_v3 2048 102400 64",
+        "1 16 bfloat16 bfloat16 SGD",
+        "1024 1024 1024",
+    ]

@@ -198,7 +198,13 @@ def main() -> None:
     for name in args.runs:
         directory = args.output_dir / name.replace(":", "-")
         directory.mkdir(parents=True, exist_ok=True)
-        options = {"steps": STEPS, "activations": "*", "full": ["blocks.0.d*"], "afterwards": "continue"}
+        options = {
+            "steps": STEPS,
+            "skip": 0,
+            "activations": "*",
+            "full": ["blocks.0.d*"],
+            "afterwards": "continue",
+        }
         recorder = Recorder(argparse.Namespace(output_dir=directory, script=name, arguments=[], **options))
         run(args.seed, *name.split(":"))
         recorder.end_of_script()

@@ -209,7 +209,7 @@ def main() -> None:
         for seed in args.seed if RANKS[name.split(":")[3]] == WORLD else ():
             directory = args.output_dir / f"{seed}-{name.replace(':', '-')}"
             directory.mkdir(parents=True, exist_ok=True)
-            options = {"steps": STEPS, "activations": "*", "full": [], "afterwards": "continue"}
+            options = {"steps": STEPS, "skip": 0, "activations": "*", "full": [], "afterwards": "continue"}
             recorder = Recorder(argparse.Namespace(output_dir=directory, script="", arguments=[], **options))
             run(seed, *name.split(":"))
             recorder.end_of_script()
