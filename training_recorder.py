@@ -321,6 +321,8 @@ class Recorder:
                 return None
             del self._open[self._open.index(optimizer) :]  # that step has raised something
             self._inner = 0
+        if not self._open and self._makes_its_state(optimizer):
+            return None
         if not self._open and optimizer in self._step.stepped:
             self._close_if_stepped()
             if self.done:
@@ -352,6 +354,12 @@ class Recorder:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure}
         return (args[0], closure, *args[2:]), kwargs
+
+    def _makes_its_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        # A checkpoint is loaded into an optimizer that has stepped once: without a forward, and at rate zero.
+        if self._step.calls or self._step.losses:
+            return False
+        return all(group.get("lr", 1.0) == 0 for group in optimizer.param_groups)
 
     def _recording_closure(self, closure: Callable, optimizer: torch.optim.Optimizer) -> Callable:
         # The forward and backward of a step are in the closure's first call: those of later calls are

@@ -9,6 +9,7 @@ TRAINS = """
 import os, sys
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 folder, first, steps, *others = sys.argv[1:]
 first, steps = int(first), int(steps)
@@ -23,9 +24,13 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 generator = torch.Generator().manual_seed(1)
 inputs, targets = (torch.randn(10, 8, size, generator=generator) for size in (16, 4))
 if first:
+    get_optimizer_state_dict(bare, optimizer)  # makes its state, by a step at rate zero
+    assert optimizer.state
     state = torch.load(f"{folder}/checkpoint.pt")
     bare.load_state_dict(state["model"])
-    if "forgets-optimizer" not in others:
+    if "forgets-optimizer" in others:
+        optimizer.state.clear()
+    else:
         optimizer.load_state_dict(state["optimizer"])
 for step in range(0 if "forgets-data" in others else first, steps):
     x, y = (tensor[step].chunk(ranks)[rank] for tensor in (inputs, targets))
