@@ -61,7 +61,7 @@ endif
 MODES := ddp fsdp tp simplefsdp-tp
 # A file that says that make made this results folder.
 OURS := $(RESULTS)/made-by-make.txt
-TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-memory titan-test
+TITAN := titan-llama titan-deepseek titan-smoke titan-parity titan-parity-full titan-memory titan-test
 
 .PHONY: help all-parity preflight preflight-quiet oracle report test neuron-test record-test silent-bugs mutants lint format bench clean FORCE
 .PHONY: $(TITAN)
@@ -84,7 +84,8 @@ help:
 	@echo 'make titan-llama         ten steps of Llama 3 by SimpleFSDP in TorchTitan, at debug size off Neuron'
 	@echo 'make titan-deepseek      the same of DeepSeek-V3'
 	@echo 'make titan-smoke         both on four ranks at TP2 x FSDP2, debug size, on the CPU; each run checked'
-	@echo 'make titan-parity        TorchTitan: compiled SimpleFSDP, eager FSDP2 and one rank compared'
+	@echo 'make titan-parity        TorchTitan: compiled SimpleFSDP, eager FSDP2 and one rank compared; PARITY_OPTIONS="--family llama3"'
+	@echo 'make titan-parity-full   one layer at the full width, four ranks against one: 18 GiB of memory, 25 minutes'
 	@echo 'make titan-memory        peak memory per core of the 64-rank recipes, predicted; MEMORY_OPTIONS="--model ..."'
 	@echo 'make test                run the tests'
 	@echo 'make neuron-test         run the tests of the Neuron path, on a stand-in for torch_neuronx'
@@ -240,7 +241,11 @@ titan-smoke: | $(TITAN_ENVIRONMENT) $(OURS)
 
 titan-parity: | $(TITAN_ENVIRONMENT) $(OURS)
 	@$(PYTHON) titan/make_assets.py
-	@$(PYTHON) titan/parity.py --results "$(RESULTS)/titan-parity"
+	@$(PYTHON) titan/parity.py --results "$(RESULTS)/titan-parity" $(PARITY_OPTIONS)
+
+titan-parity-full: | $(TITAN_ENVIRONMENT) $(OURS)
+	@$(PYTHON) titan/make_assets.py
+	@$(PYTHON) titan/parity_full.py --device $(DEVICE) --results "$(RESULTS)/titan-parity-full" $(PARITY_OPTIONS)
 
 titan-memory: | $(TITAN_ENVIRONMENT) $(OURS)
 	@$(PYTHON) titan/predict_memory.py --results "$(RESULTS)/titan-memory" $(MEMORY_OPTIONS)
@@ -271,7 +276,7 @@ record-test: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/recording -n 2 --dist loadfile
 
 titan-test: | $(DEV_ENVIRONMENT) $(TITAN_ENVIRONMENT)
-	$(PYTHON) -m pytest tests/titan_training -n 2
+	$(PYTHON) -m pytest tests/titan_training -n 2 --dist loadgroup
 
 silent-bugs: | $(DEV_ENVIRONMENT)
 	$(PYTHON) -m pytest tests/silent_bugs

@@ -332,17 +332,17 @@ def are_gradients_equal(reference: dict, actual: dict) -> bool:
     return True
 
 
-def launch(ranks: int, options: list[object], log: Path) -> None:
-    """Run parity_train.py on some ranks.
+def launch(ranks: int, command: list[object], log: Path, device: str = "cpu") -> None:
+    """Run a script with its options on some ranks of a device.
 
     Raises:
         InputError: a rank failed; the message names the first one's error and its log.
     """
     shutil.rmtree(log, ignore_errors=True)
     launcher = [sys.executable, HERE.parent / "launch.py", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, "--log-dir", log, "--redirects", "3", HERE / "parity_train.py", *options]
+    command = [*launcher, "--log-dir", log, "--redirects", "3", *command]
     # The CPU, also where there is an accelerator: the tolerances are for it.
-    environment = {"TITAN_DEVICE": "cpu", "OMP_NUM_THREADS": "1"} | os.environ
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TITAN_DEVICE": device}
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
@@ -363,9 +363,19 @@ def train(family: str, args: argparse.Namespace) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     marker.touch()
-    common = ["--family", family, "--seed", args.seed, "--steps", args.steps, "--assets", args.assets]
+    common = [
+        HERE / "parity_train.py",
+        "--family",
+        family,
+        "--seed",
+        args.seed,
+        "--steps",
+        args.steps,
+        "--assets",
+        args.assets,
+    ]
     common += ["--seed-checkpoint", folder / "seed"]
-    launch(1, [*common, "--plan", "seed", "--output", folder / "seed.pt"], folder / "logs" / "seed")
+    launch(1, [*common, "--plan", "seed"], folder / "logs" / "seed")
     for name, (plan, ranks, tp) in RUNS.items():
         started = time.monotonic()
         options = [*common, "--plan", plan, "--tp", tp, "--output", folder / f"{name}.pt"]
