@@ -515,10 +515,10 @@ def test_at_full_width_four_ranks_are_compared_with_one(full):
     assert (result.status, result.err) == (0, "")
     assert [run[:4] for run in launched] == [
         ("llama3-float32", "seed", 1, "cpu"),
-        ("llama3-float32", "one-rank", 1, "cpu"),
+        ("llama3-float32", "reference", 1, "cpu"),
         ("llama3-float32", "cpu", 4, "cpu"),
     ]
-    assert compared == [("one-rank", "cpu")]
+    assert compared == [("reference", "cpu")]
     _, launched, compared = full()
     assert [run[0] for run in launched[::3]] == [
         "llama3-float32",
@@ -527,17 +527,18 @@ def test_at_full_width_four_ranks_are_compared_with_one(full):
         "deepseek_v3-bfloat16",
     ]
     assert len(compared) == 4
+    assert [run[2] for run in launched] == 2 * [1, 1, 4] + 2 * [1, 4, 4]
 
 
 def test_at_full_width_a_device_is_compared_with_the_cpu(full):
     _, launched, compared = full("--family", "llama3", "--dtype", "bfloat16", "--device", "cuda")
     assert launched[-1][1:4] == ("cuda", 4, "cuda")
-    assert compared == [("one-rank", "cpu"), ("cpu", "cuda")]
+    assert compared == [("reference", "cpu"), ("cpu", "cuda")]
 
 
 def test_at_full_width_the_worst_status_counts(full):
     assert full("--dtype", "float32", statuses=[1, 0])[0].status == 1
     assert full("--dtype", "float32", "--device", "cuda", statuses=[0, 0, 0, 2])[0].status == 2
-    result, launched, compared = full(fails="one-rank")
+    result, launched, compared = full(fails="reference")
     assert (result.status, result.err) == (2, "error: rank 0 failed first: no memory\n")
     assert len(launched) == 2 and compared == []

@@ -69,7 +69,7 @@ DOWNLOADER = """import pathlib, sys
 word = dict(zip(sys.argv[1::2], sys.argv[2::2]))["--repo_id"]
 pathlib.Path("downloads").open("a").write(" ".join(sys.argv[1:]) + "\\n")
 if pathlib.Path("fail").exists():
-    sys.exit("401 Client Error")
+    sys.exit(pathlib.Path("fail").read_text() or "401 Client Error: Unauthorized")
 folder = pathlib.Path("assets/hf") / word.split("/")[1]
 folder.mkdir(parents=True, exist_ok=True)
 if not pathlib.Path("no-match").exists():
@@ -215,10 +215,34 @@ def test_from_another_directory_with_relative_paths(node, tmp_path):
     assert run(ROOT / LLAMA, cwd=tmp_path, **environment).status == 0
 
 
-def test_help_is_the_wrappers_own():
+def test_help_is_the_wrappers_own_with_the_variables():
     result = run(ROOT / LLAMA, "--help", DEVICE="cpu")
     assert result.status == 0
     assert result.out.startswith("Step 1: Llama 3.1 8B, full activation checkpointing")
+    variables = re.findall(r"^    ([A-Z_]+(?:, [A-Z]+)?)  ", result.out, re.MULTILINE)
+    in_readme = re.findall(r"^\| (`[A-Z_`, ]+`) \|", README, re.MULTILINE)
+    assert sorted(", ".join(variables).split(", ")) == sorted(" ".join(in_readme).replace("`", "").split())
+    result = run(ROOT / "titan/download_tokenizers.sh", "--help")
+    assert result.status == 0 and result.out.startswith("Step 3: download the tokenizers")
+    assert "HF_TOKEN  " in result.out and "NGPU" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("401 Client Error: Unauthorized for url", "pass a valid HF_TOKEN, and see that your account"),
+        ("Access to model meta-llama/Llama-3.1-8B is restricted", "pass a valid HF_TOKEN"),
+        ("Max retries exceeded: Failed to resolve 'hub'", "the Hugging Face Hub cannot be reached"),
+        ("httpx.ConnectError: [Errno 101] Network is unreachable", "the Hugging Face Hub cannot be reached"),
+        ("OSError: [Errno 28] No space left on device", "its messages are above"),
+    ],
+)
+def test_why_a_download_failed(node, message, reason):
+    (node.checkout / "fail").write_text(message)
+    result = run(ROOT / "titan/download_tokenizers.sh", "llama", HF_TOKEN="x", **node.environment)
+    assert result.status == 1
+    assert message in result.out
+    assert result.err.startswith(f"error: the download of meta-llama/Llama-3.1-8B failed: {reason}")
 
 
 TRAINS = "({}; echo $BASHPID > train.pid; sleep 100); [ -e fail ]"

@@ -3,13 +3,15 @@
 #
 #   titan/download_tokenizers.sh [--dry-run] [llama] [deepseek]     default: both
 #
-# Llama's repository is gated: HF_TOKEN has to hold a token of an account that was granted access.
+#   HF_TOKEN                token of an account with access to Llama's repository, which is gated
+#   TORCHTITAN_NEURON_DIR   the torchtitan-neuron directory
 source "$(dirname "$0")/launch.sh" || exit 2
 
 dry= which=()
 for word in "$@"; do
     case $word in
         --dry-run) dry=1 ;;
+        -h|--help) usage ;;
         llama|deepseek) which+=("$word") ;;
         *) refuse "'$word' is unknown: --dry-run, llama or deepseek" ;;
     esac
@@ -26,18 +28,33 @@ download() {
         echo "== $repository: a tokenizer is in $PWD/$folder already"
         return
     fi
-    "$python" scripts/download_hf_assets.py --repo_id "$repository" --assets tokenizer "$@" || {
-        echo "error: the download of $repository failed: pass a valid HF_TOKEN if it is gated, and see that" \
-            "your account has been granted access" >&2
+    local status=0
+    "$python" scripts/download_hf_assets.py --repo_id "$repository" --assets tokenizer "$@" 2>&1 |
+        tee "$said" || status=$?
+    if [ "$status" != 0 ]; then
+        echo "error: the download of $repository failed: $(reason)" >&2
         exit 1
-    }
+    fi
     has_tokenizer "$folder" || {
         echo "error: the download of $repository matched no tokenizer file: there is none in $PWD/$folder" >&2
         exit 1
     }
 }
 
+# reason: why a download failed, by what it said. The Hub answers 401 or 403 where a token does not do.
+reason() {
+    if grep -qE '40[13] Client Error|GatedRepo|restricted|Unauthorized|Forbidden' "$said"; then
+        echo "pass a valid HF_TOKEN, and see that your account has been granted access"
+    elif grep -qE 'ConnectionError|ConnectError|ConnectTimeout|ReadTimeout|Max retries|resolve|unreachable' "$said"; then
+        echo "the Hugging Face Hub cannot be reached; see to the network, or to HTTPS_PROXY"
+    else
+        echo "its messages are above"
+    fi
+}
+
 HF_TOKEN=${HF_TOKEN//[[:space:]]/}
+said=$(mktemp)
+trap 'rm -f "$said"' EXIT
 for repository in "${which[@]}"; do
     if [ "$repository" = llama ] && [ -z "$dry" ] && [ -z "$HF_TOKEN" ]; then
         refuse "HF_TOKEN is not set, and meta-llama/Llama-3.1-8B is gated: set it to a token of an account with" \

@@ -19,6 +19,16 @@ PATH=$PATH:/opt/aws/neuron/bin
 [ -n "$PYTHON" ] || PYTHON=$ROOT/.venv/bin/python
 [ -x "$(command -v "$PYTHON")" ] || PYTHON=python3
 
+# usage: print the script's first comment, and the variables that the wrappers read: the comment above.
+usage() {
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    if [ -n "$config" ]; then
+        printf '\nVariables:\n'
+        sed -n '/^#   DEVICE/,/^[^#]/s/^#   /    /p' "$TITAN/launch.sh"
+    fi
+    exit
+}
+
 refuse() {
     echo "error: $*" >&2
     exit 2
@@ -208,7 +218,7 @@ launch() {
     for word in "$@"; do
         case $word in
             --dry-run) dry=1 ;;
-            -h|--help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; # the wrapper's first comment
+            -h|--help) usage ;;
             *) words+=("$word") ;;
         esac
     done

@@ -7,8 +7,8 @@ have no memory (FakeTensorMode). It builds the recipe, parallelizes it, compiles
 the third step it notes every storage that is made and freed.
 
 LAYOUT is a JSON object, for instance
-    {"model": "llama3_8b", "ranks": 64, "tp": 4, "checkpointing": "full", "sequence": null, "batch": null,
-     "loss": "bracket", "dtype": "bfloat16", "layers": [2, 4]}
+    {"model": "llama3_8b", "ranks": 64, "tp": 4, "replicate": 1, "checkpointing": "full", "sequence": null,
+     "batch": null, "loss": "bracket", "dtype": "bfloat16", "layers": [2, 4]}
 null is the recipe's own value; the layers are how many to run, null for all. OUTPUT is a file for a JSON
 list: what measure() returns, for each number of layers.
 """
@@ -128,6 +128,7 @@ def make_config(layout: dict) -> GraphTrainer.Config:
     config.training.seq_len = layout["sequence"] or config.training.seq_len
     config.training.local_batch_size = layout["batch"] or config.training.local_batch_size
     config.parallelism.tensor_parallel_degree = layout["tp"]
+    config.parallelism.data_parallel_replicate_degree = layout["replicate"]
     if layout["loss"] == "chunked":
         config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
     return config
@@ -260,7 +261,7 @@ class LiveBytes(TorchDispatchMode):
         """
         backward = [event for event in self.events if event.phase == "backward"]
         for number, event in enumerate(backward):
-            event.phase = "backward, first half" if 2 * number < len(backward) else "backward, second half"
+            event.phase = f"{'first' if 2 * number < len(backward) else 'second'} half of backward"
 
     def largest(self, events: list[Event]) -> dict[str, int]:
         """Return the bytes that are alive after the events, by label, the largest first."""

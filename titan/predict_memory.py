@@ -77,8 +77,9 @@ class Prediction(NamedTuple):
 
 def title(layout: dict) -> str:
     """Return a layout's name for people."""
-    shards = layout["ranks"] // layout["tp"]
-    return f"{layout['model']} TP{layout['tp']} x FSDP{shards} {layout['checkpointing']}"
+    shards = layout["ranks"] // layout["tp"] // layout["replicate"]
+    replicas = f" x {layout['replicate']} replicas" if layout["replicate"] > 1 else ""
+    return f"{layout['model']} TP{layout['tp']} x FSDP{shards}{replicas} {layout['checkpointing']}"
 
 
 def fingerprint(layout: dict) -> str:
@@ -178,7 +179,7 @@ def knobs(layout: dict, prediction: Prediction) -> dict[str, dict]:
     if layout["checkpointing"] != "full":
         changed["full checkpointing"] = layout | {"checkpointing": "full"}
     degree = layout["tp"] * 2
-    if layout["ranks"] % degree == 0:
+    if layout["ranks"] % (degree * layout["replicate"]) == 0:
         changed[f"TP{degree}"] = layout | {"tp": degree}
     if layout["loss"] != "chunked":
         changed["chunked loss"] = layout | {"loss": "chunked"}
@@ -190,11 +191,14 @@ def knobs(layout: dict, prediction: Prediction) -> dict[str, dict]:
 
 
 def parse_args() -> argparse.Namespace:
-    """Return the command line's options."""
+    """Return the command line's options. Raises InputError for one that is not known."""
     parser = argparse.ArgumentParser(description="Predict the peak memory of a SimpleFSDP recipe's rank.")
     parser.add_argument("--model", choices=list(MODELS), help="default: the tutorial's table")
     parser.add_argument("--ranks", type=int, default=64, help="default: 64")
     parser.add_argument("--tp", type=int, help="tensor-parallel degree (default: the recipe's)")
+    parser.add_argument(
+        "--replicate", type=int, default=1, help="replicas, each sharded by itself (HSDP; default: 1)"
+    )
     parser.add_argument(
         "--checkpointing", choices=["full", "selective", "none"], help="default: the recipe's"
     )
@@ -210,7 +214,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--results", type=Path, default=Path("results/titan-memory"), help="cache of predictions"
     )
-    return parser.parse_args()
+    args, others = parser.parse_known_args()
+    if others:
+        raise InputError(
+            f"{others[0]} cannot be predicted: not modelled are expert, context and pipeline parallelism, "
+            "eager FSDP2, float8, and an optimizer in bfloat16"
+        )
+    return args
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -219,7 +229,7 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         InputError: a number that is not positive, degrees that do not divide, no torchtitan.
     """
-    for option in ("ranks", "tp", "sequence", "batch", "memory"):
+    for option in ("ranks", "tp", "replicate", "sequence", "batch", "memory"):
         value = getattr(args, option)
         if value is not None and not value > 0:
             raise InputError(f"--{option} is {value}; give a positive number")
@@ -227,8 +237,9 @@ def check_options(args: argparse.Namespace) -> None:
         raise InputError("--tp, --checkpointing and --no-knobs are for one layout: give --model, too")
     for layout in layouts_of(args):
         degree = layout["tp"]
-        if args.ranks % degree:
-            raise InputError(f"TP degree {degree} does not divide --ranks {args.ranks}")
+        if args.ranks % (degree * args.replicate):
+            times = f" x {args.replicate} replicas" if args.replicate > 1 else ""
+            raise InputError(f"TP degree {degree}{times} does not divide --ranks {args.ranks}")
         if args.sequence and args.sequence % degree:
             raise InputError(f"TP degree {degree} does not divide --sequence {args.sequence}")
     try:
@@ -251,6 +262,7 @@ def layouts_of(args: argparse.Namespace) -> list[dict]:
             "model": model,
             "ranks": args.ranks,
             "tp": tp,
+            "replicate": args.replicate,
             "checkpointing": checkpointing,
             "sequence": args.sequence,
             "batch": args.batch,
@@ -264,7 +276,14 @@ def layouts_of(args: argparse.Namespace) -> list[dict]:
 
 def published(layout: dict) -> str:
     """Return what the tutorial measured for a layout, in GiB, or "" for a job that it did not run."""
-    usual = {"ranks": 64, "sequence": None, "batch": None, "loss": "bracket", "dtype": "bfloat16"}
+    usual = {
+        "ranks": 64,
+        "replicate": 1,
+        "sequence": None,
+        "batch": None,
+        "loss": "bracket",
+        "dtype": "bfloat16",
+    }
     if any(layout[option] != value for option, value in usual.items()):
         return ""
     measured = TABLE.get((layout["model"], layout["tp"], layout["checkpointing"]), "")
@@ -318,8 +337,8 @@ def print_row(layout: dict, prediction: Prediction, memory: float) -> None:
 
 def main() -> int:
     """Predict the layout of the command line, or the tutorial's table; return the exit status."""
-    args = parse_args()
     try:
+        args = parse_args()
         check_options(args)
         layouts = layouts_of(args)
         print(f"{'':44} {'lower':>7} {'upper':>7} {'measured':>9}   of {args.memory:g} GiB, in GiB per rank")

@@ -15,8 +15,8 @@ REAL_PEAK = ROOT / "tests/titan_training/real_peak.py"
 
 
 def layout(**changes) -> dict:
-    usual = {"model": "llama3_debugmodel", "ranks": 4, "tp": 1, "checkpointing": "none", "sequence": 512}
-    usual |= {"batch": 2, "loss": "eager", "dtype": "float32", "layers": [2, 4]}
+    usual = {"model": "llama3_debugmodel", "ranks": 4, "tp": 1, "replicate": 1, "checkpointing": "none"}
+    usual |= {"sequence": 512, "batch": 2, "loss": "eager", "dtype": "float32", "layers": [2, 4]}
     return usual | changes
 
 
@@ -66,8 +66,8 @@ def test_the_peak_moves_to_the_end_of_backward_as_layers_are_added():
         return {phase: peak["bytes"] for phase, peak in live.peaks().items()}
 
     few, more, all_layers = (peak_of(layers) for layers in (2, 4, 80))
-    assert max(more, key=more.get) == "backward, first half"
-    assert max(all_layers, key=all_layers.get) == "backward, second half"
+    assert max(more, key=more.get) == "first half of backward"
+    assert max(all_layers, key=all_layers.get) == "second half of backward"
     line = {phase: memory.line_through([(2, few[phase]), (4, more[phase])], 80) for phase in few}
     assert max(line.values()) == max(all_layers.values()) == 4 * 80 + 3
 
@@ -95,6 +95,13 @@ def test_published_figures_lie_in_the_bracket():
     static = (8.03e9 * 12 / 64 + 32 * 8192 * 64 * 8) / memory.GIB
     for prediction in predictions:
         assert prediction.static == pytest.approx(static, rel=0.01)
+
+
+def test_a_replica_has_its_own_shards(tmp_path):
+    one, two = (memory.measure(layout(layers=[2], replicate=n), tmp_path)[0]["lower"] for n in (1, 2))
+    # Half of the ranks share a replica; the rotary caches are whole on each.
+    sharded, whole = (side["static"]["labels"]["parameters"] for side in (one, two))
+    assert whole == pytest.approx(2 * sharded, rel=0.01)
 
 
 def test_recipe_moves_the_prediction(monkeypatch, tmp_path):
