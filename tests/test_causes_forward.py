@@ -25,6 +25,8 @@ from made_runs import (
     start,
 )
 
+from training_causes_forward import fits
+
 BIAS = some_parameters()["bias"]
 
 
@@ -503,3 +505,16 @@ def test_outputs_that_are_wrong_too_do_not_put_it_on_the_loss(made_cause, off, s
 def test_rounding_under_a_tolerance_that_is_too_tight(made_cause, change, eps, rounding):
     found = made_cause(change(near(eps * 2.0**-23)), options=("--rtol", 1e-9))
     assert found.startswith("rounding: the runs differ by no more than two right") == rounding
+
+
+@pytest.mark.parametrize(
+    ("start", "fit"), [(-3, False), (-2, True), (0, True), (6, True), (7, False), (8, False)]
+)
+def test_half_of_a_replicas_rows_must_lie_within_the_batch(start, fit):
+    assert fits(torch.ones(4, 8, dtype=torch.bool), start) is fit
+
+
+def test_one_row_that_differs_does_not_fit():
+    same = torch.ones(4, 8, dtype=torch.bool)
+    same[3, 1] = False
+    assert (fits(same, -2), fits(same, -1)) == (False, True)

@@ -497,8 +497,8 @@ def full(call, tmp_path, monkeypatch):
             if log.name == fails:
                 raise parity.InputError("rank 0 failed first: no memory")
 
-        def compare(reference, actual):
-            compared.append((reference.name, actual.name))
+        def compare(reference, actual, options):
+            compared.append((reference.name, actual.name, options))
             return statuses.pop(0) if statuses else 0
 
         monkeypatch.setattr(parity_full, "launch", launch)
@@ -515,10 +515,10 @@ def test_at_full_width_four_ranks_are_compared_with_one(full):
     assert (result.status, result.err) == (0, "")
     assert [run[:4] for run in launched] == [
         ("llama3-float32", "seed", 1, "cpu"),
-        ("llama3-float32", "reference", 1, "cpu"),
+        ("llama3-float32", "one-rank", 1, "cpu"),
         ("llama3-float32", "cpu", 4, "cpu"),
     ]
-    assert compared == [("reference", "cpu")]
+    assert compared == [("one-rank", "cpu", [])]
     _, launched, compared = full()
     assert [run[0] for run in launched[::3]] == [
         "llama3-float32",
@@ -526,19 +526,18 @@ def test_at_full_width_four_ranks_are_compared_with_one(full):
         "deepseek_v3-float32",
         "deepseek_v3-bfloat16",
     ]
-    assert len(compared) == 4
-    assert [run[2] for run in launched] == 2 * [1, 1, 4] + 2 * [1, 4, 4]
+    assert [options for *_, options in compared] == [[], [], ["--norm-eps", 65_536], []]
 
 
 def test_at_full_width_a_device_is_compared_with_the_cpu(full):
     _, launched, compared = full("--family", "llama3", "--dtype", "bfloat16", "--device", "cuda")
     assert launched[-1][1:4] == ("cuda", 4, "cuda")
-    assert compared == [("reference", "cpu"), ("cpu", "cuda")]
+    assert compared == [("one-rank", "cpu", []), ("cpu", "cuda", [])]
 
 
 def test_at_full_width_the_worst_status_counts(full):
     assert full("--dtype", "float32", statuses=[1, 0])[0].status == 1
     assert full("--dtype", "float32", "--device", "cuda", statuses=[0, 0, 0, 2])[0].status == 2
-    result, launched, compared = full(fails="reference")
+    result, launched, compared = full(fails="one-rank")
     assert (result.status, result.err) == (2, "error: rank 0 failed first: no memory\n")
     assert len(launched) == 2 and compared == []

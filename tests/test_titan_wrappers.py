@@ -22,6 +22,7 @@ from conftest import ENVIRONMENT, ROOT, run
 sys.path.insert(0, str(ROOT / "titan"))
 import check_run  # noqa: E402
 import parity  # noqa: E402
+import parity_full  # noqa: E402
 import predict_memory  # noqa: E402
 
 GRAPH_TRAINER = "torchtitan_neuron.experiments.graph_trainer"
@@ -521,6 +522,14 @@ def test_readme_command(command, call, monkeypatch, tmp_path):
         monkeypatch.setattr(parity, "train", lambda family, args: tmp_path)
         assert call(parity.main, *words[2:]).status == 0
         assert len(called) == (1 if "--compare" in words else 3)
+    elif "titan/parity_full.py" in words:
+        called = []
+        monkeypatch.setattr(parity_full, "check", lambda *options: called.append(options[:2]) or 0)
+        assert call(parity_full.main, *words[2:]).status == 0
+        assert called == [("llama3", "float32")]
+    elif "preflight.py" in words:
+        result = run(sys.executable, ROOT / words[1], *words[2:], cwd=tmp_path)
+        assert result.status in (0, 1) and "neuron" in result.out  # 1 where there are no NeuronCores
     elif "titan/predict_memory.py" in words:
         prediction = predict_memory.Prediction(
             lower=1.0,
