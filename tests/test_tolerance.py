@@ -83,6 +83,20 @@ def test_a_gradient_is_negligible_below_16_eps_of_the_largest_one(compare, tmp_p
     assert ("gradients small: zero but for rounding, 4 times not compared" in done.out) == said
 
 
+@pytest.mark.parametrize(("number", "named", "more"), [(8, 8, ""), (9, 8, "and so are 1 more tensors")])
+def test_of_many_negligible_tensors_some_are_named(compare, tmp_path, number, named, more):
+    names = [f"small{index}" for index in range(number)]
+    sizes = {"large": 1.0} | dict.fromkeys(names, 1e-7)
+    made = {"parameters": {name: torch.ones(8) for name in sizes}}
+    made["gradients"] = lambda step: {name: torch.full((8,), size) for name, size in sizes.items()}
+    reference, actual = make_run(tmp_path / "reference", **made), make_run(tmp_path / "actual", **made)
+    for name in names:
+        edit_all(actual, lambda content, name=name: tensor_of(content, "gradients", name).mul_(1.5))
+    done = compare("--reference-dir", reference, "--actual-dir", actual, "--world-size", 4)
+    assert done.out.count("zero but for rounding, 4 times not compared") == named
+    assert ("and so are" in done.out) == bool(more) and more in done.out
+
+
 @pytest.mark.parametrize(("scale", "failed"), [(1e-6, {}), (1e-4, {"parameters": 4})])
 def test_a_parameter_is_negligible_where_its_deltas_are(judge, scale, failed):
     # It starts at zero and all that is in it are updates: of rounding, or of a real gradient.

@@ -10,7 +10,7 @@ LAYOUT is a JSON object, for instance
     {"model": "llama3_8b", "ranks": 64, "tp": 4, "replicate": 1, "checkpointing": "full", "sequence": null,
      "batch": null, "loss": "bracket", "dtype": "bfloat16", "layers": [2, 4]}
 null is the recipe's own value; the layers are how many to run, null for all. OUTPUT is a file for a JSON
-list: what measure() returns, for each number of layers.
+list: what measure() returns.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import json
 import sys
 import weakref
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -173,14 +174,6 @@ class Allocation:
 
 
 @dataclass
-class Peak:
-    """The most bytes that were alive in a phase, and after which event that was."""
-
-    size: int
-    event: int
-
-
-@dataclass
 class Event:
     """An allocation was made (sign 1) or freed (sign -1) in a phase."""
 
@@ -238,30 +231,28 @@ class LiveBytes(TorchDispatchMode):
                 self.see(tensor, f"{operator} {shape} {dtype}")
         return result
 
-    def peaks(self) -> dict[str, dict]:
-        """Return for each phase its peak ("bytes"), and the largest of what was alive then ("labels")."""
-        self.halve_backward()
-        size, peaks = 0, {}
-        for index, event in enumerate(self.events):
-            if event.phase not in peaks:
-                peaks[event.phase] = Peak(size, index - 1)  # what is left of the phase before
-            size += event.sign * event.allocation.size
-            if size > peaks[event.phase].size:
-                peaks[event.phase] = Peak(size, index)
-        return {
-            phase: {"bytes": peak.size, "labels": self.largest(self.events[: peak.event + 1])}
-            for phase, peak in peaks.items()
-        }
+    def peaks(self, first: int, last: int) -> dict[str, dict]:
+        """Return for each phase its peak ("bytes"), and the largest of what was alive then ("labels").
 
-    def halve_backward(self) -> None:
-        """Make two phases of the backward, by its events.
-
-        It begins with all activations and ends with all new gradients. Which of the two is more depends
-        on the number of layers: each is a line of its own.
+        The backward is two phases, which may overlap: its first and its last so many allocations.
         """
-        backward = [event for event in self.events if event.phase == "backward"]
-        for number, event in enumerate(backward):
-            event.phase = f"{'first' if 2 * number < len(backward) else 'second'} half of backward"
+        spans: dict[str, tuple[int, int]] = {}  # of events
+        for index, event in enumerate(self.events):
+            spans[event.phase] = (spans.get(event.phase, (index, 0))[0], index + 1)
+        begin, end = spans["backward"]
+        allocations = [index for index in range(begin, end) if self.events[index].sign > 0]
+        halves = {"start of backward": (begin, allocations[first - 1] + 1)}
+        halves["end of backward"] = (allocations[-last], end)
+        optimizer = spans.pop("optimizer")
+        del spans["backward"]
+
+        sizes = list(accumulate(event.sign * event.allocation.size for event in self.events))
+        peaks = {}
+        for phase, (begin, end) in {**spans, **halves, "optimizer": optimizer}.items():
+            # What is left of the phase before counts, too.
+            peak = max(range(max(0, begin - 1), end), key=sizes.__getitem__)
+            peaks[phase] = {"bytes": sizes[peak], "labels": self.largest(self.events[: peak + 1])}
+        return peaks
 
     def largest(self, events: list[Event]) -> dict[str, int]:
         """Return the bytes that are alive after the events, by label, the largest first."""
@@ -271,6 +262,33 @@ class LiveBytes(TorchDispatchMode):
             sizes[label] = sizes.get(label, 0) + event.sign * event.allocation.size
         alive = sorted(((size, label) for label, size in sizes.items() if size), reverse=True)
         return {label: size for size, label in alive[:LABELS]}
+
+
+def shared_ends(runs: list[LiveBytes]) -> tuple[int, int]:
+    """Return how many allocations runs with few and many layers share at the start and the end of backward.
+
+    The backward begins with the last layer, when all activations are there, and ends with the first ones,
+    when all gradients are. Which is more depends on the number of layers: each end is a line of its own.
+
+    Raises:
+        ValueError: not all of the shorter run is at one of its ends: layers between are of another kind.
+    """
+    few, *_, many = [
+        [event.allocation.label for event in run.events if event.phase == "backward" and event.sign > 0]
+        for run in (runs[0], *runs)
+    ]
+
+    def shared(one: list[str], other: list[str]) -> int:
+        differ = (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+        return next(differ, min(len(one), len(other)))
+
+    first, last = shared(few, many), shared(few[::-1], many[::-1])
+    if first + last < len(few):
+        raise ValueError(
+            f"of {len(few)} allocations in backward {first} and {last} are alike with more layers: no line "
+            "can be drawn; --exact runs all layers"
+        )
+    return first, last
 
 
 # ---- A training step ----
@@ -350,8 +368,8 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
 
-    def measure(self, bound: str) -> dict[str, dict]:
-        """Return the peaks of a step by phase; "static" is parameters, buffers and optimizer state."""
+    def trace(self, bound: str) -> LiveBytes:
+        """Return what a step allocates; the phase "static" is parameters, buffers and optimizer state."""
         self.choose(bound)
         for _ in range(2):  # compile, make the optimizer's state, find all placements
             self.step()
@@ -368,24 +386,31 @@ class Job:
             memory.see(gradient, "gradients")
         with memory:
             self.step(memory)
-        return memory.peaks()
+        return memory
 
 
-def measure(layout: dict, layers: int | None) -> dict:
-    """Return the peaks by phase of both bounds, with some layers, and what the recipe has.
+def measure(layout: dict) -> list[dict]:
+    """Return for each number of layers the peaks by phase of both bounds, and what the recipe has.
 
     The keys are "lower" and "upper"; "layers", how many the recipe has; "sequence" in tokens; "batch" in
     sequences of a rank.
     """
-    job = Job(layout, layers)
-    # Fake tensors of the CPU: on meta, attention would take another path.
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        job.allocate()
-        result = {bound: job.measure(bound) for bound in BOUNDS}
-    result["layers"] = job.total_layers
-    result["sequence"] = job.config.training.seq_len
-    result["batch"] = job.config.training.local_batch_size
-    return result
+    results, runs = [], {bound: [] for bound in BOUNDS}
+    for layers in layout["layers"]:
+        job = Job(layout, layers)
+        # Fake tensors of the CPU: on meta, attention would take another path.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            job.allocate()
+            for bound in BOUNDS:
+                runs[bound].append(job.trace(bound))
+        training = job.config.training
+        results.append({"layers": job.total_layers, "sequence": training.seq_len})
+        results[-1]["batch"] = training.local_batch_size
+    for bound in BOUNDS:
+        ends = shared_ends(runs[bound])
+        for result, run in zip(results, runs[bound], strict=True):
+            result[bound] = run.peaks(*ends)
+    return results
 
 
 def parse_args() -> argparse.Namespace:
@@ -400,7 +425,7 @@ def main() -> None:
     """Measure the layout with each of its numbers of layers."""
     args = parse_args()
     dist_utils.init_fake_mode(args.layout["ranks"])
-    results = [measure(args.layout, layers) for layers in args.layout["layers"]]
+    results = measure(args.layout)
     with write_then_rename(args.output) as new:
         new.write_text(json.dumps(results))
 

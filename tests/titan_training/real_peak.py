@@ -54,7 +54,7 @@ def main() -> None:
     figures = {}
     for checkpointing in ("none", "selective", "full"):
         layout["checkpointing"] = checkpointing
-        measured = measure_memory.measure(layout, 2)
+        (measured,) = measure_memory.measure(layout | {"layers": [2]})
         for bound in measure_memory.BOUNDS:
             predicted = max(phase["bytes"] for phase in measured[bound].values())
             figures[f"{checkpointing} {bound}"] = [predicted, *real_peak(layout, bound)]

@@ -45,31 +45,52 @@ def test_line_through_two_and_four_layers_meets_six(tmp_path):
             assert memory.line_through(points, 6) == pytest.approx(exact[0][bound][phase]["bytes"], rel=0.01)
 
 
-def test_the_peak_moves_to_the_end_of_backward_as_layers_are_added():
-    """A layer keeps 3 bytes of activations and gets 4 of gradients; the loss takes 20 for a moment."""
+def backward_of(kinds: str) -> measure_memory.LiveBytes:
+    """Return a step of layers: m keeps 3 bytes of activations, d 1; both get 4 of gradients.
 
-    def peak_of(layers: int) -> dict[str, int]:
-        live = measure_memory.LiveBytes()
+    The backward of an m takes 9 more for a moment; the loss takes 20.
+    """
+    live = measure_memory.LiveBytes()
 
-        def note(phase: str, allocation: measure_memory.Allocation, sign: int) -> None:
-            live.events.append(measure_memory.Event(phase, allocation, sign))
+    def note(phase: str, allocation: measure_memory.Allocation, sign: int) -> None:
+        live.events.append(measure_memory.Event(phase, allocation, sign))
 
-        activations = [measure_memory.Allocation(3, "activation") for _ in range(layers)]
-        for activation in activations:
-            note("forward", activation, 1)
-        temporary = measure_memory.Allocation(20, "gradient of logits")
+    def for_a_moment(size: int, label: str) -> None:
+        temporary = measure_memory.Allocation(size, label)
         note("backward", temporary, 1)
         note("backward", temporary, -1)
-        for activation in reversed(activations):
-            note("backward", measure_memory.Allocation(4, "gradient"), 1)
-            note("backward", activation, -1)
-        return {phase: peak["bytes"] for phase, peak in live.peaks().items()}
 
-    few, more, all_layers = (peak_of(layers) for layers in (2, 4, 80))
-    assert max(more, key=more.get) == "first half of backward"
-    assert max(all_layers, key=all_layers.get) == "second half of backward"
-    line = {phase: memory.line_through([(2, few[phase]), (4, more[phase])], 80) for phase in few}
-    assert max(line.values()) == max(all_layers.values()) == 4 * 80 + 3
+    activations = [measure_memory.Allocation({"m": 3, "d": 1}[kind], f"activation {kind}") for kind in kinds]
+    for activation in activations:
+        note("forward", activation, 1)
+    for_a_moment(20, "gradient of logits")
+    for kind, activation in reversed(list(zip(kinds, activations, strict=True))):
+        note("backward", measure_memory.Allocation(4, f"gradient {kind}"), 1)
+        if kind == "m":
+            for_a_moment(9, "of m")
+        note("backward", activation, -1)
+    note("optimizer", measure_memory.Allocation(0, "step"), 1)
+    return live
+
+
+@pytest.mark.parametrize("first_layer", ["m", "d"])
+def test_the_peak_moves_to_the_end_of_backward_as_layers_are_added(first_layer):
+    few, more, whole = (backward_of(first_layer + "m" * (layers - 1)) for layers in (2, 4, 80))
+    ends = measure_memory.shared_ends([few, more])
+    few, more = (run.peaks(*ends) for run in (few, more))
+    of_whole = whole.peaks(*measure_memory.shared_ends([whole]))
+    assert max(more, key=lambda phase: more[phase]["bytes"]) == "start of backward"
+    line = {
+        phase: memory.line_through([(2, few[phase]["bytes"]), (4, more[phase]["bytes"])], 80) for phase in few
+    }
+    assert max(line, key=line.get) == "end of backward"
+    assert max(line.values()) == max(phase["bytes"] for phase in of_whole.values())
+    assert list(few) == ["forward", "start of backward", "end of backward", "optimizer"]
+
+
+def test_layers_of_another_kind_in_the_middle_give_no_line():
+    with pytest.raises(ValueError, match="no line can be drawn; --exact runs all layers"):
+        measure_memory.shared_ends([backward_of("mddm"), backward_of("mdmdmm")])
 
 
 def test_published_figures_lie_in_the_bracket():
