@@ -262,8 +262,9 @@ def compare_parameters(
                     text = f": its {word} is {shown(other)}, the reference's {shown(one)}"
                     found.add(step, ("parameters", name), (rank,), mismatch(text))
             differences.append(distance(whole, expected))
-            explained = NORM_EPS * eps * expected.norm + bound * unit * moved
-            if result.passed and differences[-1] > explained:
+            explained = (NORM_EPS if norm_eps is None else norm_eps) * eps * expected.norm
+            explained += bound * unit * moved
+            if result.passed and drift.allowed[name] and differences[-1] > explained:
                 drift.explained[name] = optimizer
         drift.measured[name] = (max(differences, default=0.0), expected.norm, len(expected.shape))
 

@@ -97,6 +97,13 @@ def test_parameters_that_adam_drives_apart_are_explained(recorded):
     assert max(result.eps for result in outcome.comparison.by_kind()["parameters"]) > 100
 
 
+def test_sgd_makes_no_full_steps_of_rounding_whatever_is_allowed(recorded):
+    runs = (Recording(recorded / name) for name in ("one-sgd", "accumulate-sgd-undivided"))
+    outcome = compare_recordings(*runs, DEFAULTS._replace(norm_eps=1e9))
+    assert outcome.findings == []
+    assert not any("full steps" in note for note in outcome.comparison.notes)
+
+
 def test_how_losses_are_put_together_is_said(recorded):
     assert any(
         "sum over the microbatches" in n for n in examine(recorded, "accumulate-adamw")[0].comparison.notes
