@@ -85,7 +85,7 @@ help:
 	@echo 'make titan-deepseek      the same of DeepSeek-V3'
 	@echo 'make titan-smoke         both on four ranks at TP2 x FSDP2, debug size, on the CPU; each run checked'
 	@echo 'make titan-parity        TorchTitan: compiled SimpleFSDP, eager FSDP2 and one rank compared; PARITY_OPTIONS="--family llama3"'
-	@echo 'make titan-parity-full   one layer at the full width, four ranks against one: 18 GiB of memory, 25 minutes'
+	@echo 'make titan-parity-full   one layer at the full width, four ranks against one: 20 GiB of memory, 25 minutes'
 	@echo 'make titan-memory        peak memory per core of the 64-rank recipes, predicted; MEMORY_OPTIONS="--model ..."'
 	@echo 'make test                run the tests'
 	@echo 'make neuron-test         run the tests of the Neuron path, on a stand-in for torch_neuronx'

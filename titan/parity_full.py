@@ -4,16 +4,18 @@
     python titan/parity_full.py --family llama3 --dtype float32
     python titan/parity_full.py --device cuda      also on a device, compared with the CPU
 
-Two runs of two training steps, from one seed checkpoint, under record_training.py:
+Two runs of two training steps, DeepSeek's of one, from one seed checkpoint, under record_training.py:
 
     one-rank     eager, on one rank: no communication
     <device>     SimpleFSDP, compiled in mode jit, four ranks, TP2 x FSDP2; on the CPU, and on --device
 
 compare_training.py compares the second with the first, and a device's with the CPU's. DeepSeek's routed
 experts compute in bfloat16 whatever the parameters are: one bfloat16 eps is allowed, 65,536 of float32's.
-Its blocks are not checkpointed: the load-balancing hook would halve the tokens that jit counts once.
+After the first step, rounding may send a token to another expert. Its blocks are not checkpointed: the
+load-balancing hook would halve the tokens that jit counts once.
+
 A step has 32 tokens, and SGD takes it, without clipping: AdamW's state would be twice the parameters. It
-needs 18 GiB of memory, and 5 GiB in --results for the seed checkpoint, which is removed.
+needs 20 GiB of memory, and 5 GiB in --results for the seed checkpoint, which is removed.
 
 Exit status: 0 parity, 1 mismatch, 2 invalid input or a run that failed.
 """
@@ -33,21 +35,21 @@ from training_common import InputError, make_parser  # noqa: E402
 
 DTYPES = ["float32", "bfloat16"]
 BFLOAT16_EPS = 65_536  # in eps of float32
-STEPS = 2
+STEPS = {"llama3": 2, "deepseek_v3": 1}
 
 
-def record(folder: Path, device: str, ranks: int, options: list[object]) -> None:
-    """Record parity_train.py in a folder.
+def record(folder: Path, device: str, ranks: int, steps: int, options: list[object]) -> None:
+    """Record parity_train.py in a folder, with its options.
 
     Raises:
         InputError: a rank failed.
     """
-    recorder = [HERE.parent / "record_training.py", "--output-dir", folder, "--steps", STEPS]
+    recorder = [HERE.parent / "record_training.py", "--output-dir", folder, "--steps", steps]
     log = folder.parent / "logs" / folder.name
     started = time.monotonic()
     launch(ranks, [*recorder, HERE / "parity_train.py", *options], log, device)
     seconds = time.monotonic() - started
-    print(f"== {folder}: {ranks} ranks on the {device}, {STEPS} steps in {seconds:.0f} s", flush=True)
+    print(f"== {folder}: {ranks} ranks on the {device}, {steps} step(s) in {seconds:.0f} s", flush=True)
 
 
 def compare(reference: Path, actual: Path, options: list[object]) -> int:
@@ -65,18 +67,18 @@ def check(family: str, dtype: str, args: argparse.Namespace) -> int:
         InputError: a run failed.
     """
     folder = args.results / f"{family}-{dtype}"
-    seed = folder / "seed"
+    seed, steps = folder / "seed", STEPS[family]
     shutil.rmtree(seed, ignore_errors=True)
-    common = ["--size", "full", "--family", family, "--dtype", dtype, "--steps", STEPS]
+    common = ["--size", "full", "--family", family, "--dtype", dtype, "--steps", steps]
     common += ["--assets", args.assets, "--seed-checkpoint", seed]
     common += ["--checkpointing", "none"] if family == "deepseek_v3" else []
     common += ["--vocabulary", args.vocabulary] if args.vocabulary else []
     devices = list(dict.fromkeys(["cpu", args.device]))
     try:
         launch(1, [HERE / "parity_train.py", *common, "--plan", "seed"], folder / "logs/seed")
-        record(folder / "one-rank", "cpu", 1, [*common, "--plan", "fsdp2"])
+        record(folder / "one-rank", "cpu", 1, steps, [*common, "--plan", "fsdp2"])
         for device in devices:
-            record(folder / device, device, 4, [*common, "--plan", "simple_fsdp", "--tp", 2])
+            record(folder / device, device, 4, steps, [*common, "--plan", "simple_fsdp", "--tp", 2])
     finally:
         shutil.rmtree(seed, ignore_errors=True)
     options = ["--norm-eps", BFLOAT16_EPS] if (family, dtype) == ("deepseek_v3", "float32") else []
