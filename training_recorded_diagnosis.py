@@ -35,6 +35,7 @@ RECORDED = [
     of_samples.other_samples,
     of_samples.other_type,
     of_tensors.other_settings,
+    of_tensors.other_state,
     of_tensors.shards,
     of_tensors.other_start,
     of_tensors.not_initialized,
