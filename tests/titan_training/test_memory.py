@@ -35,14 +35,27 @@ def test_prediction_is_what_the_allocator_sees(tp, dtype):
         assert none > selective > full
 
 
-def test_line_through_two_and_four_layers_meets_six(tmp_path):
-    exact = layout(dtype="bfloat16", loss="bracket", ranks=64, model="llama3_8b", layers=[6])
-    exact = memory.measure(exact, tmp_path)
-    line = memory.measure(layout(dtype="bfloat16", loss="bracket", ranks=64, model="llama3_8b"), tmp_path)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "llama3_8b", "ranks": 64},
+        {"model": "deepseek_v3_debugmodel", "ranks": 8, "tp": 2, "checkpointing": "full"},  # one dense layer
+    ],
+    ids=lambda changes: changes["model"],
+)
+def test_line_through_two_and_four_layers_meets_six(tmp_path, changes):
+    job = layout(dtype="bfloat16", loss="bracket", **changes)
+    runs, (exact,) = memory.measure(job, tmp_path), memory.measure(job | {"layers": [6]}, tmp_path)
     for bound in ("lower", "upper"):
-        for phase in exact[0][bound]:
-            points = [(n, result[bound][phase]["bytes"]) for n, result in zip((2, 4), line, strict=True)]
-            assert memory.line_through(points, 6) == pytest.approx(exact[0][bound][phase]["bytes"], rel=0.01)
+        lines = {
+            phase: memory.line_through(
+                [(n, run[bound][phase]["bytes"]) for n, run in zip((2, 4), runs, strict=True)], 6
+            )
+            for phase in runs[0][bound]
+        }
+        for phase in ("static", "forward", "loss", "optimizer"):
+            assert lines[phase] == pytest.approx(exact[bound][phase]["bytes"], rel=0.01)
+        assert max(lines.values()) == pytest.approx(max(p["bytes"] for p in exact[bound].values()), rel=0.01)
 
 
 def backward_of(kinds: str) -> measure_memory.LiveBytes:
