@@ -92,9 +92,13 @@ def fork(folder: Path, jobs: dict[str, tuple], timeout: float = 120) -> dict[str
     return json.loads((folder / "statuses.json").read_text())
 
 
+class Printed(io.StringIO):
+    """A stream that keeps what a script prints that is called here."""
+
+
 def run_here(main, *arguments) -> SimpleNamespace:
     """Call a script's main in this process with a command line: exit status, stdout and stderr."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = Printed(), Printed()
     words = ["script.py", *map(str, arguments)]
     with mock.patch.object(sys, "argv", words), redirect_stdout(out), redirect_stderr(err):
         try:

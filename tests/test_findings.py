@@ -1,12 +1,11 @@
 """What a comparison says and writes, word for word, of made-up runs; and runs beside an oracle."""
 
 import json
-import sys
 from datetime import datetime
 
 import pytest
 import torch
-from conftest import edit, edit_all
+from conftest import Printed, edit, edit_all
 from made_runs import (
     broken,
     gradient,
@@ -366,8 +365,7 @@ def test_what_cannot_be_compared_passes_under_no_tolerance(three, compare, chang
 
 def test_progress_is_shown_on_a_terminal_only(three, compare_three, monkeypatch):
     assert compare_three().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: True, raising=False)
+    monkeypatch.setattr(Printed, "isatty", lambda stream: True)
     shown = compare_three().err.split("\r")
     assert [text.strip() for text in shown if text.strip()] == [f"comparing rank {i} of 4" for i in range(4)]
     assert shown[-2].isspace()
