@@ -92,8 +92,15 @@ def fork(folder: Path, jobs: dict[str, tuple], timeout: float = 120) -> dict[str
     return json.loads((folder / "statuses.json").read_text())
 
 
-class Printed(io.StringIO):
-    """A stream that keeps what a script prints that is called here."""
+class Printed(io.TextIOWrapper):
+    """A stream that keeps what a script prints that is called here, with all that sys.stdout has."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
+
+    def getvalue(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode()
 
 
 def run_here(main, *arguments) -> SimpleNamespace:

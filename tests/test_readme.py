@@ -373,7 +373,7 @@ def test_links_lead_somewhere():
 def test_recording_is_described():
     source = (ROOT / "record_training.py").read_text()
     options = re.findall(r"option\(\s*\"(--[a-z-]+)\"", source)
-    assert len(options) == 5
+    assert len(options) == 6
     for option in options:
         assert f"| `{option}" in RECORDING, option
     assert (
