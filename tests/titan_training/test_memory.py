@@ -20,7 +20,7 @@ def layout(**changes) -> dict:
     return usual | changes
 
 
-@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "bfloat16")])
+@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "bfloat16"), (2, "float32")])
 def test_prediction_is_what_the_allocator_sees(tp, dtype):
     job = layout(tp=tp, dtype=dtype, loss="bracket")
     done = run(sys.executable, REAL_PEAK, json.dumps(job), timeout=3600, TITAN_DEVICE="cpu")
