@@ -169,9 +169,9 @@ def begins_without_state(run: Recording) -> bool | None:
     if not update or bool(expected) == bool(left):  # no such optimizer, or two kinds
         return None
     share = (update / expected if expected else left / update) ** 0.5
-    if expected:
-        return True if 0.85 <= share <= 1.2 else False if share <= 0.6 else None
-    return True if share <= 0.01 else False if share >= 0.1 else None
+    without = 0.85 <= share <= 1.2 if expected else share <= 0.01
+    having = share <= 0.6 if expected else share >= 0.1
+    return without if without or having else None
 
 
 def reason_for_rate(

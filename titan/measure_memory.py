@@ -241,17 +241,16 @@ class LiveBytes(TorchDispatchMode):
             spans[event.phase] = (spans.get(event.phase, (index, 0))[0], index + 1)
         begin, end = spans["backward"]
         allocations = [index for index in range(begin, end) if self.events[index].sign > 0]
-        halves = {"start of backward": (begin, allocations[first - 1] + 1)}
-        halves["end of backward"] = (allocations[-last], end)
-        optimizer = spans.pop("optimizer")
-        del spans["backward"]
+        ends = {"start of backward": (begin, allocations[first - 1] + 1)}
+        ends["end of backward"] = (allocations[-last], end)
 
         sizes = list(accumulate(event.sign * event.allocation.size for event in self.events))
         peaks = {}
-        for phase, (begin, end) in {**spans, **halves, "optimizer": optimizer}.items():
-            # What is left of the phase before counts, too.
-            peak = max(range(max(0, begin - 1), end), key=sizes.__getitem__)
-            peaks[phase] = {"bytes": sizes[peak], "labels": self.largest(self.events[: peak + 1])}
+        for phase, span in spans.items():
+            for part, (begin, end) in (ends if phase == "backward" else {phase: span}).items():
+                # What is left of the phase before counts, too.
+                peak = max(range(max(0, begin - 1), end), key=sizes.__getitem__)
+                peaks[part] = {"bytes": sizes[peak], "labels": self.largest(self.events[: peak + 1])}
         return peaks
 
     def largest(self, events: list[Event]) -> dict[str, int]:
@@ -273,15 +272,17 @@ def shared_ends(runs: list[LiveBytes]) -> tuple[int, int]:
     Raises:
         ValueError: not all of the shorter run is at one of its ends: layers between are of another kind.
     """
-    few, *_, many = [
-        [event.allocation.label for event in run.events if event.phase == "backward" and event.sign > 0]
-        for run in (runs[0], *runs)
-    ]
+
+    def allocated(run: LiveBytes) -> list[str]:
+        return [
+            event.allocation.label for event in run.events if event.phase == "backward" and event.sign > 0
+        ]
 
     def shared(one: list[str], other: list[str]) -> int:
         differ = (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
         return next(differ, min(len(one), len(other)))
 
+    few, many = allocated(runs[0]), allocated(runs[-1])
     first, last = shared(few, many), shared(few[::-1], many[::-1])
     if first + last < len(few):
         raise ValueError(

@@ -333,7 +333,7 @@ def are_gradients_equal(reference: dict, actual: dict) -> bool:
 
 
 def launch(ranks: int, command: list[object], log: Path, device: str = "cpu") -> None:
-    """Run a script with its options on some ranks of a device.
+    """Run a script with its options on some ranks of a device, also where there is another one.
 
     Raises:
         InputError: a rank failed; the message names the first one's error and its log.
@@ -341,7 +341,6 @@ def launch(ranks: int, command: list[object], log: Path, device: str = "cpu") ->
     shutil.rmtree(log, ignore_errors=True)
     launcher = [sys.executable, HERE.parent / "launch.py", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*launcher, "--log-dir", log, "--redirects", "3", *command]
-    # The CPU, also where there is an accelerator: the tolerances are for it.
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TITAN_DEVICE": device}
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -363,17 +362,8 @@ def train(family: str, args: argparse.Namespace) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     marker.touch()
-    common = [
-        HERE / "parity_train.py",
-        "--family",
-        family,
-        "--seed",
-        args.seed,
-        "--steps",
-        args.steps,
-        "--assets",
-        args.assets,
-    ]
+    common = [HERE / "parity_train.py", "--family", family, "--seed", args.seed]
+    common += ["--steps", args.steps, "--assets", args.assets]
     common += ["--seed-checkpoint", folder / "seed"]
     launch(1, [*common, "--plan", "seed"], folder / "logs" / "seed")
     for name, (plan, ranks, tp) in RUNS.items():
