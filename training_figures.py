@@ -10,6 +10,7 @@ from math import ceil, floor, isfinite, log10
 
 import matplotlib
 import numpy
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, to_rgba
 from matplotlib.figure import Figure
@@ -154,7 +155,7 @@ def draw_path(comparison: dict, prefix: str) -> tuple[str, str]:
     path = comparison["path"]
     failed = numpy.array([place["failed"] for place in path])  # by place and step
     errors = numpy.array([[as_float(error) for error in place["eps"]] for place in path])
-    count, steps = errors.shape
+    count = len(path)
     usual = allowed_eps(comparison["tolerance"])
     positive = [*errors[errors > 0], usual or 1.0]
     least, most = floor(log10(min(positive))), ceil(log10(max(positive)))
@@ -169,18 +170,7 @@ def draw_path(comparison: dict, prefix: str) -> tuple[str, str]:
     axes.set_xscale("symlog", linthresh=10.0**least, linscale=gap)
     forward = sum(place["kind"] == "activations" for place in path)
     parts = [range(first, last) for first, last in ((0, forward), (forward, count)) if last > first]
-    shown = sorted({round(index * (steps - 1) / 5) for index in range(6)}) if steps > 6 else range(steps)
-    colors = matplotlib.colormaps["viridis"](numpy.linspace(0, 0.75, steps))
-    for step in range(steps):
-        style = {"color": colors[step], "linestyle": DASHES[step % len(DASHES)], "linewidth": 1}
-        style |= {"marker": "o", "markersize": 2.5} if count <= 80 else {}
-        for part in parts:
-            label = f"step {step + 1}" if step in shown and part is parts[0] else None
-            axes.plot(errors[part, step], part, label=label, clip_on=False, **style)
-    if failed.any():
-        rows, columns = numpy.nonzero(failed)
-        style = {"marker": "x", "s": 28, "color": "#a00000", "linewidths": 1.3, "zorder": 4}
-        axes.scatter(errors[rows, columns], rows, label="failed", clip_on=False, **style)
+    draw_steps(axes, errors, failed, parts)
     axes.axvline(usual, color="black", linewidth=0.8)
     axes.text(
         usual, 1, f"{number(usual)} eps", transform=axes.get_xaxis_transform(), ha="center", va="bottom"
@@ -215,6 +205,26 @@ def draw_path(comparison: dict, prefix: str) -> tuple[str, str]:
     if len(labelled) < count:
         caption += f" {len(labelled)} of the names are shown; the table has all."
     return to_svg(figure, f"{prefix}-path", caption), caption
+
+
+def draw_steps(axes: Axes, errors: numpy.ndarray, failed: numpy.ndarray, parts: list[range]) -> None:
+    """Draw a line for each step through each part of the places, and a cross where something failed.
+
+    errors, failed: by place and step.
+    """
+    count, steps = errors.shape
+    labelled = sorted({round(index * (steps - 1) / 5) for index in range(6)}) if steps > 6 else range(steps)
+    colors = matplotlib.colormaps["viridis"](numpy.linspace(0, 0.75, steps))
+    for step in range(steps):
+        style = {"color": colors[step], "linestyle": DASHES[step % len(DASHES)], "linewidth": 1}
+        style |= {"marker": "o", "markersize": 2.5} if count <= 80 else {}
+        for part in parts:
+            label = f"step {step + 1}" if step in labelled and part is parts[0] else None
+            axes.plot(errors[part, step], part, label=label, clip_on=False, **style)
+    if failed.any():
+        rows, columns = numpy.nonzero(failed)
+        style = {"marker": "x", "s": 28, "color": "#a00000", "linewidths": 1.3, "zorder": 4}
+        axes.scatter(errors[rows, columns], rows, label="failed", clip_on=False, **style)
 
 
 def places_to_label(count: int, most: int, wanted: list[int]) -> list[int]:

@@ -37,7 +37,7 @@ from training_recorded_samples import (
     whole_modules,
 )
 from training_recorded_tolerance import (
-    KINDS,
+    CAUSAL_ORDER,
     Divergence,
     Drift,
     adaptive_allowance,
@@ -97,7 +97,7 @@ def compare_recordings(reference: Recording | None, actual: Recording, tolerance
         names = ", ".join(drift.explained)
         found.note(f"{optimizer} turns gradients that are zero but for rounding into full steps: {names}")
     findings = found.findings + [finding for check in checks for finding in check.findings]
-    keys = sorted(found.results, key=lambda key: KINDS.index(key[0]))  # each kind as it came
+    keys = sorted(found.results, key=lambda key: CAUSAL_ORDER.index(key[0]))  # each kind as it came
     order = {key: place for place, key in enumerate(keys)}
     return Outcome(found, checks, [], losses, in_causal_order(findings, order), order)
 

@@ -16,7 +16,7 @@ from training_recorded_runs import Whole
 from training_records import Finding, Key
 from training_tolerance import NORM_EPS, Result, bound_of, drift_share, mismatch, share_of_rounding
 
-KINDS = ("inputs", "activations", "losses", "gradients", "parameters", "buffers")  # in causal order
+CAUSAL_ORDER = ("inputs", "activations", "losses", "gradients", "parameters", "buffers")
 
 # ---------------------------------------------------------------- one tensor against another
 
@@ -191,7 +191,7 @@ class Divergence:
 
     def by_kind(self) -> dict[str, list[Result]]:
         """Return the results of each kind of tensor."""
-        kinds = {kind: [] for kind in KINDS}
+        kinds = {kind: [] for kind in CAUSAL_ORDER}
         for (kind, _), results in self.results.items():
             kinds[kind] += [result for _, _, result in results]
         return kinds

@@ -67,8 +67,8 @@ from training_common import (
 from training_records import read_file
 
 FORMAT = "parity-sketches-3"  # marks a rank file; raise the number when its layout changes
-KINDS = {"calls", "activations", "losses", "labels", "held", "clips", "ready"}
-KINDS |= {"gradients", "before", "parameters", "buffers", "optimizers"}
+FIELDS_OF_A_STEP = {"calls", "activations", "losses", "labels", "held", "clips", "ready"}
+FIELDS_OF_A_STEP |= {"gradients", "before", "parameters", "buffers", "optimizers"}
 PATIENCE = timedelta(seconds=30)  # how long a rank waits for the others before it says so
 SMALL = 2**16  # elements up to which a tensor is stored together with others
 TUPLES = "shape", "offset", "mesh", "ranks", "placements"  # which JSON returns as lists
@@ -211,8 +211,8 @@ def problem_of_steps(steps: object, metadata: dict) -> str | None:
     if not isinstance(steps, list) or not steps or len(steps) != metadata.get("steps"):
         return f"it has not the {metadata.get('steps')} steps that its metadata gives"
     for number, step in enumerate(steps, start=1):
-        if not isinstance(step, dict) or not step.keys() >= KINDS:
-            return f"step {number} lacks one of {', '.join(sorted(KINDS))}"
+        if not isinstance(step, dict) or not step.keys() >= FIELDS_OF_A_STEP:
+            return f"step {number} lacks one of {', '.join(sorted(FIELDS_OF_A_STEP))}"
         if not step["parameters"]:
             return f"step {number} has no parameters"
     return None

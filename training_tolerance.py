@@ -274,6 +274,22 @@ def other_type(actual: torch.Tensor, reference: torch.Tensor) -> str:
     return f": its type is {actual.dtype}, expected {reference.dtype}".replace("torch.", "")
 
 
+def compare_without_tolerance(
+    a: torch.Tensor, r: torch.Tensor, error: torch.Tensor, floor: float, names: tuple[str, str]
+) -> Result | None:
+    """Return the result of values that are not finite, equal, or zero but for rounding; None for others."""
+    for name, tensor in zip(names, (r, a), strict=True):
+        if (index := not_finite(tensor)) is not None:
+            values = f"{names[0]} {r[index].item():.9g}, {names[1]} {a[index].item():.9g}"
+            return mismatch(f"{position(index)}: {values}: not finite in the {name} run")
+    if not error.any():
+        unused = floor > 0 and not r.any()
+        return Result(True, message="zero in both runs, not compared" if unused else "")
+    if max(a.abs().max(), r.abs().max()) <= floor:
+        return Result(True, message="zero but for rounding in both runs, not compared")
+    return None
+
+
 def compare_tensor(
     actual: torch.Tensor,
     reference: torch.Tensor,
@@ -292,16 +308,9 @@ def compare_tensor(
     if actual.shape != reference.shape:
         return mismatch(f": its shape is {list(actual.shape)}, expected {list(reference.shape)}")
     a, r = wide(actual), wide(reference)
-    for name, tensor in zip(names, (r, a), strict=True):
-        if (index := not_finite(tensor)) is not None:
-            values = f"{names[0]} {r[index].item():.9g}, {names[1]} {a[index].item():.9g}"
-            return mismatch(f"{position(index)}: {values}: not finite in the {name} run")
     error = (a - r).abs()
-    if not error.any():
-        unused = on_top.floor > 0 and not r.any()
-        return Result(True, message="zero in both runs, not compared" if unused else "")
-    if max(a.abs().max(), r.abs().max()) <= on_top.floor:
-        return Result(True, message="zero but for rounding in both runs, not compared")
+    if (result := compare_without_tolerance(a, r, error, on_top.floor, names)) is not None:
+        return result
 
     own = eps_of(actual, reference)
     eps = (eps or own) if own else 0.0
