@@ -24,6 +24,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 
 from training_common import InputError, is_dtensor, print_line
+from training_hooks import (
+    in_backward,
+    is_capturing,
+    is_compiled_graph,
+    is_running,
+    never_compile,
+    tensors_have_no_values,
+)
 from training_names import Names, Step, describe_optimizer, main_tensor, tensors_in, trained_by
 from training_recordings import environment, wait_for_all, write_rank_file
 from training_sketches import describe, describe_samples, local_shard, sample_keys
@@ -83,7 +91,7 @@ class Recorder:
         clipping._clip_grads_with_norm_ = self._recording_clip(clipping._clip_grads_with_norm_)
         torch.nn.utils.clip_grads_with_norm_ = clipping._clip_grads_with_norm_
         for hook in (self._enter, self._leave, self._before_step, self._after_step):
-            _never_compile(hook)
+            never_compile(hook)
         # torch.compile says that hooks see the module that it puts around a model. They are to.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
 
@@ -103,27 +111,23 @@ class Recorder:
             self.seconds += time.perf_counter() - started
 
     def _blind(self) -> bool:
-        # A worker of a data loader inherits the hooks; what runs there is no training. While a CUDA graph is
-        # captured, tensors have no values.
-        return self.done or os.getpid() != self._here[0] or _is_capturing()
+        # A worker of a data loader inherits the hooks; what runs there is no training.
+        return self.done or os.getpid() != self._here[0] or is_capturing()
 
     def _blind_to_calls(self) -> bool:
-        # A module that runs in a backward is recomputed: activation checkpointing. Inside functorch's
-        # transforms, traces and fake tensors' mode tensors have no values.
+        # A module that runs in a backward is recomputed: activation checkpointing.
         return (
             self._blind()
-            or _in_backward()
+            or in_backward()
             or threading.get_ident() != self._here[1]
-            or torch.jit.is_tracing()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+            or tensors_have_no_values()
         )
 
     # ------------------------------------------------------------ forward
 
     def _enter(self, module: nn.Module, inputs: tuple, named: dict | None = None) -> None:
         # While torch.compile traces, this question is all that it sees of the hook.
-        if torch.compiler.is_compiling() or self._blind_to_calls() or _is_compiled_graph(module):
+        if torch.compiler.is_compiling() or self._blind_to_calls() or is_compiled_graph(module):
             return
         if named is None and self._stack[-1:] == [module] and module._compiled_call_impl is not None:
             return  # compiled in place, and called a second time by what is not compiled of it
@@ -222,7 +226,7 @@ class Recorder:
     def _recording_backward(self, backward: Callable) -> Callable:
         @functools.wraps(backward)
         def recorded(tensors, *args, **kwargs):
-            seen = not (torch.compiler.is_compiling() or self._blind() or _in_backward())
+            seen = not (torch.compiler.is_compiling() or self._blind() or in_backward())
             if seen and (not self._open or self._closure == "running"):
                 self._close_if_stepped()
                 if self._step.losses:
@@ -316,7 +320,7 @@ class Recorder:
         if torch.compiler.is_compiling() or self._blind():
             return None
         if optimizer in self._open:
-            if _is_running(self._step_frame):  # a class of the script's own calls its base class's step
+            if is_running(self._step_frame):  # a class of the script's own calls its base class's step
                 self._inner += 1
                 return None
             del self._open[self._open.index(optimizer) :]  # that step has raised something
@@ -396,7 +400,7 @@ class Recorder:
                 self._describe_gradients(optimizer)
             for parameter in trained_by(optimizer):
                 self._step.parameters[id(parameter)] = self._described(parameter, parameter)
-        last = len(self.steps) + 1 == self.args.steps and self.steps and not _in_backward()
+        last = len(self.steps) + 1 == self.args.steps and self.steps and not in_backward()
         if last and not place and set(self._step.stepped) == set(self.steps[-1].stepped):
             self._close_if_stepped()
 
@@ -500,32 +504,3 @@ class Recorder:
             f"the script ended after {seen} of {wanted} {self.args.steps} optimizer steps: nothing was "
             f"recorded; {why}"
         )
-
-
-def _is_running(wanted: FrameType | None) -> bool:
-    frame = sys._getframe(1)
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _is_compiled_graph(module: nn.Module) -> bool:
-    # Some backends call the graph as a module. It has no parameters: they are inputs; and its outputs are
-    # also what it keeps for the backward. A model that torch.fx has traced has parameters.
-    return isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _never_compile(function: Callable) -> None:
-    # Where a graph breaks, torch.compile calls hooks in Python, and would compile each like the script's own
-    # functions. torch._dynamo.disable would do, but would break the graphs that a hook is traced into.
-    eval_frame = torch._C._dynamo.eval_frame  # its users are in torch._dynamo, which takes long to import
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

@@ -21,6 +21,7 @@ ORDER = [
     "training_recordings",
     "training_recorded_runs",
     "training_names",
+    "training_hooks",
     "training_recorder",
     "training_recorded_tolerance",
     "training_recorded_samples",
