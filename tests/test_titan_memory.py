@@ -34,7 +34,8 @@ def measured(monkeypatch):
         calls.append(layout)
         tp = layout["tp"]
         return [
-            run_of(n, [[0.1 * n, n / 4 / tp, (loss + n / 4) / tp, 1, 0.5] for loss in (4, 9)]) for n in (2, 4)
+            run_of(n, [[0.1 * n, n / 4 / tp, (loss + n / 4) / tp, 1, 0.5] for loss in (4, 9)])
+            for n in layout["layers"]
         ]
 
     monkeypatch.setattr(memory, "measure", measure)
@@ -61,7 +62,7 @@ def test_fit(lower, upper, said):
 
 
 def test_bracket_phases_and_their_peak(measured, tmp_path):
-    layout = {"model": "llama3_8b", "tp": 1, "replicate": 1, "layers": [2, 4]}
+    layout = {"model": "llama3_8b", "plan": "simplefsdp", "tp": 1, "replicate": 1, "layers": [2, 4]}
     prediction = memory.predict(layout, tmp_path)
     assert (prediction.lower, prediction.upper) == (12.0, 17.0)
     assert prediction.where == {"lower": "loss", "upper": "loss"}
@@ -85,6 +86,7 @@ def test_table_has_the_published_figures(call, measured, tmp_path):
 def test_figures_are_not_shown_beside_other_jobs(call, measured, tmp_path):
     for options in (
         ["--ranks", 128],
+        ["--plan", "fsdp2"],
         ["--replicate", 2],
         ["--sequence", 4096],
         ["--batch", 2],
@@ -143,6 +145,7 @@ def test_bounds_that_are_the_other_way_round(monkeypatch, tmp_path):
         (["--sequence", 1022], "TP degree 4 does not divide --sequence 1022"),
         (["--model", "llama3_8b", "--tp", 8, "--replicate", 16], "TP degree 8 x 16 replicas does not divide"),
         (["--replicate", 0], "--replicate is 0; give a positive number"),
+        (["--plan", "ddp"], "argument --plan: invalid choice: 'ddp'"),
         (["--ep", 8], "--ep cannot be predicted: not modelled are expert, context and pipeline parallelism"),
         (["--float8"], "--float8 cannot be predicted: not modelled are"),
         (["--tp", 2], "are for one layout: give --model, too"),
@@ -167,8 +170,8 @@ def test_without_torchtitan(call, monkeypatch):
 
 def test_failed_measurement_is_an_error_and_not_cached(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(memory, "version", lambda package: "1")
-    layout = {"model": "llama3_8b", "ranks": 64, "tp": 1, "replicate": 1, "checkpointing": "full"}
-    layout["layers"] = [2]
+    layout = {"model": "llama3_8b", "plan": "simplefsdp", "ranks": 64, "tp": 1, "replicate": 1}
+    layout |= {"checkpointing": "full", "layers": [2]}
     monkeypatch.setattr(memory.sys, "executable", "/bin/false")
     with pytest.raises(memory.InputError, match="llama3_8b TP1 x FSDP64 full: exit status 1"):
         memory.measure(layout, tmp_path)
@@ -178,8 +181,8 @@ def test_failed_measurement_is_an_error_and_not_cached(monkeypatch, tmp_path, ca
 
 def test_prediction_is_cached(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "version", lambda package: "1")
-    layout = {"model": "llama3_8b", "ranks": 64, "tp": 1, "replicate": 1, "checkpointing": "full"}
-    layout["layers"] = [2]
+    layout = {"model": "llama3_8b", "plan": "simplefsdp", "ranks": 64, "tp": 1, "replicate": 1}
+    layout |= {"checkpointing": "full", "layers": [2]}
     (tmp_path / f"{memory.fingerprint(layout)}.json").write_text(json.dumps([{"layers": 32}]))
     assert memory.measure(layout, tmp_path) == [{"layers": 32}]
     (tmp_path / f"{memory.fingerprint(layout)}.json").write_text('[{"lay')

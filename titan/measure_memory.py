@@ -7,8 +7,9 @@ have no memory (FakeTensorMode). It builds the recipe, parallelizes it, compiles
 the third step it notes every storage that is made and freed.
 
 LAYOUT is a JSON object, for instance
-    {"model": "llama3_8b", "ranks": 64, "tp": 4, "replicate": 1, "checkpointing": "full", "sequence": null,
-     "batch": null, "loss": "bracket", "dtype": "bfloat16", "layers": [2, 4]}
+    {"model": "llama3_8b", "plan": "simplefsdp", "ranks": 64, "tp": 4, "replicate": 1,
+     "checkpointing": "full", "sequence": null, "batch": null, "loss": "bracket", "dtype": "bfloat16",
+     "layers": [2, 4]}
 null is the recipe's own value; the layers are how many to run, null for all. OUTPUT is a file for a JSON
 list: what measure() returns.
 """
@@ -17,7 +18,9 @@ import argparse
 import json
 import sys
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -38,8 +41,11 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.experiments.graph_trainer import simple_fsdp as upstream_simple_fsdp  # noqa: E402
+from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig  # noqa: E402
 from torchtitan.experiments.graph_trainer.trainer import GraphTrainer  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.deepseek_v3.parallelize import parallelize_deepseekv3  # noqa: E402
+from torchtitan.models.llama3.parallelize import parallelize_llama  # noqa: E402
 
 from titan import deepseek_v3, llama3  # noqa: E402
 from titan.simple_fsdp import SelectiveWithCpuAttention  # noqa: E402
@@ -52,6 +58,10 @@ RECIPES = {
     "deepseek_v3_16b": deepseek_v3.simple_fsdp_deepseek_v3_16b_nki_tp4_fsdp16,
     "deepseek_v3_debugmodel": deepseek_v3.simple_fsdp_deepseek_v3_debugmodel_tp2,
 }
+FSDP2 = {
+    "llama3": parallelize_llama,
+    "deepseek": parallelize_deepseekv3,
+}  # by the model's family
 CHECKPOINTING = {"full": FullAC.Config(), "selective": SelectiveAC.Config(), "none": None}
 BOUNDS = ("lower", "upper")
 LABELS = 12  # the largest are kept
@@ -125,6 +135,13 @@ def make_config(layout: dict) -> GraphTrainer.Config:
     config.activation_checkpoint = CHECKPOINTING[layout["checkpointing"]]
     config.compile.components = ["model", "loss"]
     config.compile.backend = "aot_eager"
+    if layout["plan"] != "simplefsdp":
+        family = layout["model"].partition("_")[0]
+        config.model_spec = replace(config.model_spec, parallelize_fn=FSDP2[family])
+        compiled = layout["plan"] == "fsdp2-compiled"  # each layer by itself
+        config.compile = GraphTrainerCompileConfig(
+            enable=compiled, mode=None, components=["model", "loss"], backend="aot_eager"
+        )
     config.training.mixed_precision_param = layout["dtype"]
     config.training.seq_len = layout["sequence"] or config.training.seq_len
     config.training.local_batch_size = layout["batch"] or config.training.local_batch_size
@@ -199,11 +216,31 @@ class LiveBytes(TorchDispatchMode):
     def see(self, tensor: torch.Tensor, label: str) -> None:
         """Note the tensor's storage, unless it is known, until it is freed."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self.alive:
-            allocation = self.alive[address] = Allocation(storage.nbytes(), label)
-            self.events.append(Event(self.phase, allocation, 1))
-            weakref.finalize(storage, self.free, address)
+        if storage._cdata not in self.alive:
+            self.note(storage, storage.nbytes(), label)
+
+    def note(self, storage: torch.UntypedStorage, size: int, label: str) -> None:
+        """Note a storage that has been made."""
+        allocation = self.alive[storage._cdata] = Allocation(size, label)
+        self.events.append(Event(self.phase, allocation, 1))
+        weakref.finalize(storage, self.free, storage._cdata)
+
+    @contextmanager
+    def follow_resizes(self) -> Iterator[None]:
+        """Note storages that are resized: FSDP2 keeps unsharded parameters, with empty storages."""
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            self.free(storage._cdata)
+            if size:
+                self.note(storage, size, "unsharded parameters")
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = noted
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
 
     def free(self, address: int) -> None:
         """Note that a storage is freed."""
@@ -267,7 +304,9 @@ def shared_ends(runs: list[LiveBytes]) -> tuple[int, int]:
     """Return how many allocations runs with few and many layers share at the start and the end of backward.
 
     The backward begins with the last layer, when all activations are there, and ends with the first ones,
-    when all gradients are. Which is more depends on the number of layers: each end is a line of its own.
+    when all gradients are. Which is more depends on the number of layers: each end is a line of its own. Both
+    share the layers of one kind. The end leaves out half of them: in the shorter run the first of these still
+    has what the loss left.
 
     Raises:
         ValueError: not all of the shorter run is at one of its ends: layers between are of another kind.
@@ -284,12 +323,13 @@ def shared_ends(runs: list[LiveBytes]) -> tuple[int, int]:
 
     few, many = allocated(runs[0]), allocated(runs[-1])
     first, last = shared(few, many), shared(few[::-1], many[::-1])
-    if first + last < len(few):
+    twice = first + last - len(few)
+    if twice < 0:
         raise ValueError(
             f"of {len(few)} allocations in backward {first} and {last} are alike with more layers: no line "
             "can be drawn; --exact runs all layers"
         )
-    return first, last
+    return first, last - twice // 2
 
 
 # ---- A training step ----
@@ -310,9 +350,11 @@ class FusedLoss(torch.autograd.Function):
         return torch.empty_like(log_probabilities, dtype=ctx.dtype)
 
 
-def is_loss_fused(loss: str, bound: str) -> bool:
-    """Return whether the loss is one fused kernel in a bound, by the layout's choice of a loss."""
-    return bound == "lower" if loss == "bracket" else loss == "fused"
+def is_loss_fused(layout: dict, bound: str) -> bool:
+    """Return whether the loss is one fused kernel in a bound; without a compiler nothing fuses it."""
+    if layout["loss"] == "bracket":
+        return bound == "lower" and layout["plan"] != "fsdp2"
+    return layout["loss"] == "fused"
 
 
 class Job:
@@ -339,7 +381,7 @@ class Job:
 
     def choose(self, bound: str) -> None:
         """Take the loss and the optimizer of a bound; the optimizer's state comes with its first step."""
-        self.fused_loss = is_loss_fused(self.layout["loss"], bound)
+        self.fused_loss = is_loss_fused(self.layout, bound)
         fused = bound == "lower"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused, foreach=not fused)
 
@@ -385,7 +427,7 @@ class Job:
         memory.phase = "forward"
         for gradient in self.gradients():
             memory.see(gradient, "gradients")
-        with memory:
+        with memory, memory.follow_resizes():
             self.step(memory)
         return memory
 

@@ -1,17 +1,21 @@
-"""Will it fit? Peak memory of a rank of a SimpleFSDP recipe, predicted on a laptop in a minute or two.
+"""Will it fit? Peak memory of a rank of a recipe, predicted on a laptop in a minute or two.
 
     python titan/predict_memory.py                                     the tutorial's table, predicted
     python titan/predict_memory.py --model llama3_8b --tp 4 --checkpointing full
     python titan/predict_memory.py --model llama3_70b --tp 8 --batch 1 --memory 24
+    python titan/predict_memory.py --model llama3_8b --plan fsdp2 --ranks 8 --memory 80
 
-titan/measure_memory.py runs two and four layers of a layout, as one rank of 64. Layers are alike: the rest
-is a straight line through the two. --exact runs all layers.
+The plan is SimpleFSDP, compiled whole; or upstream's FSDP2: eager, or with each layer compiled by itself.
+
+titan/measure_memory.py runs three and five layers of a layout, as one rank of 64, of DeepSeek four and six.
+Layers are alike: the rest is a straight line through the two. --exact runs all layers.
 
 The prediction is a bracket. What makes it wide is the loss, which a compiler may or may not fuse: one
 float32 copy of the logits of 8,192 tokens is 3.91 GiB. Gradients are there from the start, as in every
 microbatch of an accumulated step but the first.
 
-    lower   loss fused into one kernel that keeps float32 log-probabilities; optimizer fused
+    lower   loss fused into one kernel that keeps float32 log-probabilities, unless the plan is eager;
+            optimizer fused
     upper   loss and optimizer as the operators that PyTorch runs, one after the other
 
 Not modelled: scratch memory of the compiler's kernels, bucketing and prefetching of all-gathers, buffers
@@ -35,7 +39,6 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
-LAYERS = [2, 4]  # from which the line is drawn
 MODELS = {  # the recipe's tensor-parallel degree and activation checkpointing
     "llama3_8b": (1, "selective"),
     "llama3_70b": (8, "full"),
@@ -43,6 +46,10 @@ MODELS = {  # the recipe's tensor-parallel degree and activation checkpointing
     "deepseek_v3_16b": (4, "selective"),
     "deepseek_v3_debugmodel": (2, "selective"),
 }
+# The numbers of layers from which the line is drawn. In the smaller one a layer must have one of its kind
+# before and behind it; DeepSeek's first is of another kind.
+LAYERS = {"llama3": [3, 5], "deepseek": [4, 6]}
+PLANS = ("simplefsdp", "fsdp2", "fsdp2-compiled")  # compiled whole, not at all, layer by layer
 # model, TP degree, checkpointing: GiB that the tutorial measured of 24 on a trn2.48xlarge (by AWS, not by
 # us); "OOM": out of memory; "": not published.
 TABLE = {
@@ -79,7 +86,8 @@ def title(layout: dict) -> str:
     """Return a layout's name for people."""
     shards = layout["ranks"] // layout["tp"] // layout["replicate"]
     replicas = f" x {layout['replicate']} replicas" if layout["replicate"] > 1 else ""
-    return f"{layout['model']} TP{layout['tp']} x FSDP{shards}{replicas} {layout['checkpointing']}"
+    plan = "" if layout["plan"] == "simplefsdp" else f" {layout['plan']}"
+    return f"{layout['model']} TP{layout['tp']} x FSDP{shards}{replicas} {layout['checkpointing']}{plan}"
 
 
 def fingerprint(layout: dict) -> str:
@@ -194,6 +202,7 @@ def parse_args() -> argparse.Namespace:
     """Return the command line's options. Raises InputError for one that is not known."""
     parser = argparse.ArgumentParser(description="Predict the peak memory of a SimpleFSDP recipe's rank.")
     parser.add_argument("--model", choices=list(MODELS), help="default: the tutorial's table")
+    parser.add_argument("--plan", choices=PLANS, default="simplefsdp", help="default: simplefsdp")
     parser.add_argument("--ranks", type=int, default=64, help="default: 64")
     parser.add_argument("--tp", type=int, help="tensor-parallel degree (default: the recipe's)")
     parser.add_argument(
@@ -218,7 +227,7 @@ def parse_args() -> argparse.Namespace:
     if others:
         raise InputError(
             f"{others[0]} cannot be predicted: not modelled are expert, context and pipeline parallelism, "
-            "eager FSDP2, float8, and an optimizer in bfloat16"
+            "float8, and an optimizer in bfloat16"
         )
     return args
 
@@ -260,6 +269,7 @@ def layouts_of(args: argparse.Namespace) -> list[dict]:
     return [
         {
             "model": model,
+            "plan": args.plan,
             "ranks": args.ranks,
             "tp": tp,
             "replicate": args.replicate,
@@ -268,7 +278,7 @@ def layouts_of(args: argparse.Namespace) -> list[dict]:
             "batch": args.batch,
             "loss": args.loss,
             "dtype": args.dtype,
-            "layers": [None] if args.exact else LAYERS,
+            "layers": [None] if args.exact else LAYERS[model.partition("_")[0]],
         }
         for model, tp, checkpointing in rows
     ]
@@ -277,6 +287,7 @@ def layouts_of(args: argparse.Namespace) -> list[dict]:
 def published(layout: dict) -> str:
     """Return what the tutorial measured for a layout, in GiB, or "" for a job that it did not run."""
     usual = {
+        "plan": "simplefsdp",
         "ranks": 64,
         "replicate": 1,
         "sequence": None,

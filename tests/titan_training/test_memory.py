@@ -15,18 +15,28 @@ REAL_PEAK = ROOT / "tests/titan_training/real_peak.py"
 
 
 def layout(**changes) -> dict:
-    usual = {"model": "llama3_debugmodel", "ranks": 4, "tp": 1, "replicate": 1, "checkpointing": "none"}
-    usual |= {"sequence": 512, "batch": 2, "loss": "eager", "dtype": "float32", "layers": [2, 4]}
+    usual = {"model": "llama3_debugmodel", "plan": "simplefsdp", "ranks": 4, "tp": 1, "replicate": 1}
+    usual |= {"checkpointing": "none", "sequence": 512, "batch": 2, "loss": "eager", "dtype": "float32"}
+    usual |= {"layers": [3, 5]}
     return usual | changes
 
 
-@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "bfloat16"), (2, "float32")])
-def test_prediction_is_what_the_allocator_sees(tp, dtype):
-    job = layout(tp=tp, dtype=dtype, loss="bracket")
+@pytest.mark.parametrize(
+    ("plan", "tp", "dtype"),
+    [
+        ("simplefsdp", 1, "float32"),
+        ("simplefsdp", 2, "bfloat16"),
+        ("simplefsdp", 2, "float32"),
+        ("fsdp2", 2, "bfloat16"),
+        ("fsdp2-compiled", 1, "bfloat16"),
+    ],
+)
+def test_prediction_is_what_the_allocator_sees(plan, tp, dtype):
+    job = layout(plan=plan, tp=tp, dtype=dtype, loss="bracket")
     done = run(sys.executable, REAL_PEAK, json.dumps(job), timeout=3600, TITAN_DEVICE="cpu")
     assert done.status == 0, done.err[-2000:]
     figures = json.loads(done.out.splitlines()[-1])
-    print(f"TP{tp} {dtype}: predicted, allocator's peak, static: {figures}")
+    print(f"{plan} TP{tp} {dtype}: predicted, allocator's peak, static: {figures}")
     for predicted, peak, static in figures.values():
         assert peak > 1.2 * static
         assert predicted == pytest.approx(peak, rel=0.01)
@@ -35,21 +45,30 @@ def test_prediction_is_what_the_allocator_sees(tp, dtype):
         assert none > selective > full
 
 
+@pytest.mark.parametrize("plan", ["simplefsdp", "fsdp2"])
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": "llama3_8b", "ranks": 64},
-        {"model": "deepseek_v3_debugmodel", "ranks": 8, "tp": 2, "checkpointing": "full"},  # one dense layer
+        {"model": "llama3_8b", "ranks": 64, "layers": [3, 5, 7]},
+        # One dense layer, five with experts.
+        {
+            "model": "deepseek_v3_debugmodel",
+            "ranks": 8,
+            "tp": 2,
+            "checkpointing": "full",
+            "layers": [4, 5, 6],
+        },
     ],
     ids=lambda changes: changes["model"],
 )
-def test_line_through_two_and_four_layers_meets_six(tmp_path, changes):
-    job = layout(dtype="bfloat16", loss="bracket", **changes)
-    runs, (exact,) = memory.measure(job, tmp_path), memory.measure(job | {"layers": [6]}, tmp_path)
+def test_line_through_a_few_layers_meets_more(tmp_path, plan, changes):
+    job = layout(plan=plan, dtype="bfloat16", loss="bracket", **changes)
+    *counts, more = job["layers"]
+    runs, (exact,) = (memory.measure(job | {"layers": some}, tmp_path) for some in (counts, [more]))
     for bound in ("lower", "upper"):
         lines = {
             phase: memory.line_through(
-                [(n, run[bound][phase]["bytes"]) for n, run in zip((2, 4), runs, strict=True)], 6
+                [(n, run[bound][phase]["bytes"]) for n, run in zip(counts, runs, strict=True)], more
             )
             for phase in runs[0][bound]
         }
@@ -88,13 +107,13 @@ def backward_of(kinds: str) -> measure_memory.LiveBytes:
 
 @pytest.mark.parametrize("first_layer", ["m", "d"])
 def test_the_peak_moves_to_the_end_of_backward_as_layers_are_added(first_layer):
-    few, more, whole = (backward_of(first_layer + "m" * (layers - 1)) for layers in (2, 4, 80))
+    few, more, whole = (backward_of(first_layer + "m" * (layers - 1)) for layers in (3, 5, 80))
     ends = measure_memory.shared_ends([few, more])
     few, more = (run.peaks(*ends) for run in (few, more))
     of_whole = whole.peaks(*measure_memory.shared_ends([whole]))
     assert max(more, key=lambda phase: more[phase]["bytes"]) == "start of backward"
     line = {
-        phase: memory.line_through([(2, few[phase]["bytes"]), (4, more[phase]["bytes"])], 80) for phase in few
+        phase: memory.line_through([(3, few[phase]["bytes"]), (5, more[phase]["bytes"])], 80) for phase in few
     }
     assert max(line, key=line.get) == "end of backward"
     assert max(line.values()) == max(phase["bytes"] for phase in of_whole.values())
