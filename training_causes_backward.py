@@ -20,7 +20,7 @@ from training_evidence import (
     times_the_reference,
 )
 from training_records import ranges
-from training_tolerance import eps_of, factor
+from training_tolerance import ELEMENT_EPS, eps_of, factor
 
 SAME_GRADIENT = 1e-4  # norm of the difference of two ranks' copies of a gradient, over its norm
 SGD_RULE = "-learning rate x gradient"
@@ -219,7 +219,7 @@ def few_ranks(evidence: Evidence) -> str | None:
     if pair is None or right < len(evidence.ranks):
         return None
     actual, reference = pair
-    wrong = (actual - reference).abs() > 16 * evidence.eps() * reference.abs().max()
+    wrong = (actual - reference).abs() > ELEMENT_EPS * evidence.eps() * reference.abs().max()
     not_the_plan = "not the plan, but " if right > len(evidence.ranks) else ""
     return (
         f"{evidence.tensor_name} are wrong on {evidence.ranks_in_words} alone, in {int(wrong.sum())} of "

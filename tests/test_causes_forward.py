@@ -338,6 +338,22 @@ def test_cause_of_outputs(made_cause, change, sentence, ranks):
     assert made_cause(change, ranks) == sentence
 
 
+def test_equal_outputs_are_no_terms_of_a_sum(made_cause):
+    # Each rank has half of the reference and of the bias: so would two terms that happen to be equal.
+    cause = made_cause(output(lambda o: (o + BIAS) / 2))
+    assert "not reduced" not in cause
+
+
+def test_a_rank_without_an_output_is_no_term_of_a_sum(made_cause):
+    def change(content):
+        if content["metadata"]["tp_rank"]:
+            content["records"][0]["output"] = None
+        else:
+            output(lambda o: o + other(o, 0.1))(content)
+
+    assert "broke off" not in str(made_cause(change))
+
+
 @pytest.mark.parametrize(
     ("dp", "tp", "factor", "sentence"),
     [

@@ -13,6 +13,7 @@ from made_titan_logs import LOSSES, OK, quoted, stamp, titan_log
 
 sys.path.insert(0, str(ROOT / "titan"))
 import check_run  # noqa: E402
+import log_lines  # noqa: E402
 
 TIME, STEP = "{time}", "{step:2}  loss: {loss:7.4f}"
 
@@ -486,6 +487,11 @@ def test_packed_and_other_encodings(check_log):
         assert "unpack it first" in check_log(start + bytes(50)).err
 
 
+@pytest.mark.parametrize("start", [b"a\0\0\0", b"\0a\0\0", bytes(4), b"ab\0c"])
+def test_zeros_in_a_log_are_no_wide_characters(start):
+    assert log_lines.encoding_of(100 * start) == "utf-8-sig"
+
+
 def test_a_log_that_was_emptied_while_it_was_written(check_log):
     assert check_log(bytes(4096) + "\n".join(titan_log()).encode()).status == 0
 
@@ -527,5 +533,6 @@ def test_metrics_in_json(check_log):
     assert result.status == 0, result.out
     assert "8.10000 at step 1, 6.80000 at step 10" in result.out
     assert "1,234 tokens/s, 2.50 TFLOPS, MFU 30.00 % per device" in result.out
+    assert check_log([*lines, json.dumps({"step": 11, "validator": 3.1})]).out == result.out
     assert check_log([*lines, line(11, float("nan"))]).failed == {"losses are finite"}
     assert check_log([*lines, line(11, 6.7, float("inf"))]).failed == {"gradients are finite"}

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import RANKS, ROOT, SCRIPTS, STEPS, copy_run, edit, edit_all, run
+from made_runs import make_run
 
 import compare_training
 from training_comparison import Comparison
@@ -189,6 +190,14 @@ def test_swapped_rank_files(pair, verdict):
     (pair[1] / "rank-1.pt").rename(pair[1] / "rank-0.pt")
     (pair[1] / "x").rename(pair[1] / "rank-1.pt")
     invalid(verdict, "rank-0.pt says rank 1, expected 0", "swapped")
+
+
+def test_a_second_rank_file_is_no_whole_run(tmp_path, compare):
+    whole, actual = make_run(tmp_path / "whole", dp=1, tp=1), make_run(tmp_path / "actual")
+    shutil.copy(whole / "rank-0.pt", whole / "rank-1.pt")
+    done = compare("--reference-dir", whole, "--actual-dir", actual, "--world-size", 4)
+    assert (done.status, done.out) == (2, "")
+    assert "whole has 2 of 4 rank files, rank-2.pt is missing" in done.err
 
 
 def test_missing_rank_file(pair, verdict):
@@ -383,6 +392,12 @@ def test_other_types(actual, reference, dtype, passed):
     result = compare_tensor(*pair)
     assert result.passed == passed
     assert bool(result.message) != passed
+
+
+def test_the_unit_is_the_coarser_type_of_the_two():
+    fine, coarse = torch.tensor([[1.0, 1 + 2**-8]]), torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
+    assert compare_tensor(fine, coarse).passed and compare_tensor(coarse, fine).passed
+    assert not compare_tensor(fine, coarse.float()).passed
 
 
 def test_delta_may_differ_by_the_rounding_of_its_parameter_and_no_more():

@@ -306,6 +306,47 @@ def test_a_mean_of_the_replicas_means(judge):
     )
 
 
+@pytest.mark.parametrize(("off", "named"), [(0.5e-5, True), (5e-5, False)])
+def test_a_mean_of_means_gives_the_reference_but_for_rounding(judge, off, named):
+    whole, ranks = dealt([[0, 1, 2], [3, 4, 5], [6, 7]], mean=(1.125 + 1.5 + 1.8125) / 3)
+    for record in whole:
+        record["loss"] = record["local_loss"] = 1.4375 * (1 + off)
+    assert ("mean of the replicas' means" in cause(judge(whole, ranks))) == named
+
+
+def test_numbers_of_tokens_may_change_from_step_to_step(judge):
+    def change(rank, step, record):
+        weights = [[1.0, 3.0], [2.0, 2.0], [5.0, 3.0]][step]
+        own = [1.0, 2.0]
+        record["weight"], record["local_loss"] = weights[rank], own[rank]
+        record["loss"] = sum(w * o for w, o in zip(weights, own, strict=True)) / sum(weights)
+
+    whole, ranks = dealt([[0, 1, 2, 3], [4, 5, 6, 7]], change=change)
+    for step, record in enumerate(whole):
+        record["loss"] = record["local_loss"] = ranks[0][step]["loss"]
+    done = judge(whole, ranks)
+    assert done.status == 0, done.out
+
+
+def test_outputs_that_are_cut_in_two_dimensions_are_not_dealt(judge):
+    def change(rank, step, record):
+        record["output"] = record["output"][:, :2]
+
+    done = judge(*dealt([[0, 2, 4, 6], [1, 3, 5, 7]], change=change))
+    assert done.status == 1 and "its shape is [4, 2]" in done.out
+
+
+def test_a_parameter_that_is_unused_in_one_run_only(judge):
+    whole, ranks = dealt([[0, 1, 2, 3], [4, 5, 6, 7]])
+    zero = torch.zeros(WIDTH)
+    for records in ranks:
+        for record in records:
+            for kind in ("gradients", "deltas"):
+                record[kind] = record[kind] | {"net.bias": zero}
+    done = judge(whole, ranks)
+    assert "broken 2 times: nonzero: no tensor is zero throughout" in done.out
+
+
 def test_gradients_that_weigh_replicas_equally(judge):
     def change(rank, step, record):
         record["gradients"] = {name: 1.1 * value + 0.1 for name, value in record["gradients"].items()}

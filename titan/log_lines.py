@@ -140,7 +140,7 @@ def strip_prefixes(text: str) -> tuple[int | None, int]:
 
 def parse_record(text: str) -> dict[str, Any]:
     """Return the JSON object that a text is, or an empty one."""
-    if not (text.startswith("{") and text.endswith("}")):
+    if not text.startswith("{"):
         return {}
     try:
         record = json.loads(text)

@@ -102,7 +102,8 @@ def changes(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         (op,), sides = map(type, node.ops), (node.left, node.comparators[0])
         whole = any(re.match(r"-?\d+$|len\(", ast.unparse(side)) for side in sides)
-        for other in (SWAPPED[op], ORDERED.get(op), BY_ONE.get(op) if whole else None):
+        texts = any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in sides)
+        for other in (SWAPPED[op], None if texts else ORDERED.get(op), BY_ONE.get(op) if whole else None):
             if other:
                 yield f"({ast.unparse(ast.Compare(sides[0], [other()], [sides[1]]))})"
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
@@ -127,6 +128,16 @@ def changes(node: ast.AST) -> Iterator[str]:
         yield "pass"
 
 
+def drop_last_return(node: ast.AST) -> None:
+    """Remove `return None` where a function ends: it returns None all the same."""
+    last = node.body[-1]
+    if ast.unparse(last) in ("return", "return None"):
+        node.body.pop()
+    elif isinstance(last, ast.Try):
+        for handler in last.handlers:
+            drop_last_return(handler)
+
+
 def nodes(node: ast.AST) -> Iterator[tuple[ast.AST, str | None]]:
     """Yield the nodes that may be changed, a condition with its negation: no text, no type hint."""
     if isinstance(node, ast.JoinedStr | ast.stmt) and SKIPPED.match(ast.unparse(node)):
@@ -135,8 +146,8 @@ def nodes(node: ast.AST) -> Iterator[tuple[ast.AST, str | None]]:
         return
     if isinstance(node, ast.Subscript) and ast.unparse(node) == "evidence.metadata[0]":
         return  # whichever rank's: what is read there is the same on all
-    if isinstance(node, ast.FunctionDef) and ast.unparse(node.body[-1]) in ("return", "return None"):
-        node.body.pop()  # the end of a function returns None all the same
+    if isinstance(node, ast.FunctionDef):
+        drop_last_return(node)
     yield node, None
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "type_params"):
