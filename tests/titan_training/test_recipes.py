@@ -199,16 +199,22 @@ def test_defaults_of_the_memory_prediction_are_the_recipes():
 
 
 @pytest.mark.parametrize(
-    ("loss", "lower", "upper"),
-    [("bracket", True, False), ("fused", True, True), ("eager", False, False), ("chunked", False, False)],
+    ("plan", "loss", "lower", "upper"),
+    [
+        ("simplefsdp", "bracket", True, False),
+        ("fsdp2-compiled", "bracket", True, False),
+        ("fsdp2", "bracket", False, False),
+        ("fsdp2", "fused", True, True),
+        ("simplefsdp", "eager", False, False),
+        ("simplefsdp", "chunked", False, False),
+    ],
 )
-def test_bounds_differ_in_what_is_fused_only(loss, lower, upper):
-    assert measure_memory.is_loss_fused(loss, "lower") == lower
-    assert measure_memory.is_loss_fused(loss, "upper") == upper
-    job = SimpleNamespace(layout={"loss": loss}, model=torch.nn.Linear(2, 2))
-    for bound in ("lower", "upper"):
+def test_bounds_differ_in_what_is_fused_only(plan, loss, lower, upper):
+    layout = {"plan": plan, "loss": loss}
+    job = SimpleNamespace(layout=layout, model=torch.nn.Linear(2, 2))
+    for bound, fused in (("lower", lower), ("upper", upper)):
         measure_memory.Job.choose(job, bound)
-        assert job.fused_loss == measure_memory.is_loss_fused(loss, bound)
+        assert job.fused_loss == measure_memory.is_loss_fused(layout, bound) == fused
         assert job.optimizer.defaults["fused"] == (bound == "lower")
 
 
