@@ -19,6 +19,7 @@ import json
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.sharedctypes
 import os
 import re
 import runpy
@@ -63,12 +64,41 @@ PRELOAD = [
     "launch",
 ]
 
-# To fork a rank, two file descriptors for every rank travel in one message. It may hold 253.
-MOST_FORKED_RANKS = 120
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 STOP_SECONDS = 8  # that the agent has to stop its ranks
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 FILE_CLOCK = 0.1  # seconds; a file's time is up to 10 ms behind time.time(), and a forked rank fails sooner
+
+
+class Answers:
+    """Which ranks have run their script to its end, in memory that all of them share: answers[rank].
+
+    The agent makes a queue for each rank, and gives every rank the file descriptors of all of them. No more
+    than 253 may travel with a fork, which ends at 120 ranks. A script that is run by its path answers
+    nothing: a byte for each rank tells what the agent waits for.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ended = multiprocessing.sharedctypes.RawArray("b", ranks)
+
+    def __getitem__(self, rank: int) -> "Answer":
+        return Answer(self.ended, rank)
+
+
+class Answer:
+    """One rank's answer, with what the agent calls of a queue."""
+
+    def __init__(self, ended: ctypes.Array, rank: int) -> None:
+        self.ended, self.rank = ended, rank
+
+    def put(self, _answer: None) -> None:
+        self.ended[self.rank] = 1
+
+    def empty(self) -> bool:
+        return not self.ended[self.rank]
+
+    def get(self) -> None:
+        return None
 
 
 class CommandError(Exception):
@@ -106,7 +136,7 @@ def start_fork_server(ranks: int) -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-def parse_command(ranks: int) -> argparse.Namespace:
+def parse_command() -> argparse.Namespace:
     """Return torchrun's options for a launch in which each rank runs this file, and this file the script.
 
     Raises CommandError for what cannot be launched.
@@ -114,11 +144,7 @@ def parse_command(ranks: int) -> argparse.Namespace:
     # Only now: this process and the fork server import torch at the same time.
     from torch.distributed.run import parse_args
 
-    if ranks > MOST_FORKED_RANKS:
-        print(f"{ranks} ranks: more than a fork server can start, each imports torch itself", flush=True)
-        args = parse_args(sys.argv[1:])
-    else:
-        args = parse_args(["--start-method=forkserver", "--run-path", *sys.argv[1:]])
+    args = parse_args(["--start-method=forkserver", "--run-path", *sys.argv[1:]])
     if args.module or args.no_python:
         raise CommandError("launch.py starts a script file; use torchrun for -m and --no-python")
     script = Path(args.training_script).absolute()
@@ -267,6 +293,19 @@ def stop_ranks(number: int, _frame: object) -> None:
     raise SignalException("stopped", signal.Signals(number))
 
 
+def share_answers() -> None:
+    """Have the agent take the ranks' answers from shared memory instead of from a queue for each."""
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    make = MultiprocessContext.__init__
+
+    def make_with_answers(context: MultiprocessContext, *args, **kwargs) -> None:
+        make(context, *args, **kwargs)
+        context._ret_vals = Answers(context.nprocs)
+
+    MultiprocessContext.__init__ = make_with_answers
+
+
 def run_ranks(args: argparse.Namespace) -> int:
     """Start the ranks and wait for them; report the first failure and return the exit status."""
     from torch.distributed import DistError
@@ -276,6 +315,7 @@ def run_ranks(args: argparse.Namespace) -> int:
     from torch.distributed.run import run
 
     started = time.time()
+    share_answers()
     handle_signals(stop_ranks)
     # The agent then sets no handlers for these.
     ours = {number.name for number in STOPPED_BY}
@@ -318,9 +358,8 @@ def main() -> int:
         ranks = requested_ranks()
         if ranks > 1:  # torchrun sets it too, and warns that it did
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-        if ranks <= MOST_FORKED_RANKS:
-            start_fork_server(ranks)
-        args = parse_command(ranks)
+        start_fork_server(ranks)
+        args = parse_command()
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

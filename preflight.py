@@ -43,7 +43,7 @@ DEVICE_SECONDS = 300  # the first operations on Neuron compile
 FIRST_RANK_GIB, MORE_RANK_GIB = 0.6, 0.08
 RESULT_MIB_PER_RANK = 11
 RUNS = 8  # of make all-parity: four modes, on the CPU and on the device
-FITTING_RANKS = (1, 2, 4, 8, 16, 32, 64, 128)  # batch and features divide by them
+FITTING_RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch and features divide by them
 
 Line = tuple[str, str, str]  # level ("ok", "warn" or "FAIL"); what was checked; what was found, and the fix
 
