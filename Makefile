@@ -295,3 +295,4 @@ format: | $(DEV_ENVIRONMENT)
 bench: | $(ENVIRONMENT)
 	$(PYTHON) tests/tools/bench.py --ranks $(RANKS)
 	$(PYTHON) tests/tools/bench.py --ranks 8 --beside-torchrun # as many as fit without shared memory
+	$(PYTHON) tests/tools/bench.py --ranks 4 16 128 256 --modes ddp fsdp

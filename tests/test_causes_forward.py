@@ -338,6 +338,11 @@ def test_cause_of_outputs(made_cause, change, sentence, ranks):
     assert made_cause(change, ranks) == sentence
 
 
+def test_the_step_is_named_whose_batch_leaves_least(made_cause):
+    change = output(lambda o, about: some_outputs(2).chunk(2)[about["dp_rank"]], step=3)
+    assert made_cause(change, steps=3).startswith("the outputs of step 3 are those of step 2's batch")
+
+
 def test_equal_outputs_are_no_terms_of_a_sum(made_cause):
     # Each rank has half of the reference and of the bias: so would two terms that happen to be equal.
     cause = made_cause(output(lambda o: (o + BIAS) / 2))

@@ -81,14 +81,8 @@ def open_text(path: Path) -> IO[str]:
 
 
 def encoding_of(start: bytes) -> str:
-    """Return the encoding of a text by its first bytes. Latin text in UTF-16 has a zero in every pair."""
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    if start and start[1::2].count(0) > len(start) // 4 and not start[::2].count(0):
-        return "utf-16-le"
-    if start and start[::2].count(0) > len(start) // 4 and not start[1::2].count(0):
-        return "utf-16-be"
-    return "utf-8-sig"
+    """Return the encoding of a text by its first bytes."""
+    return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
 def read_lines(path: Path) -> Iterator[Line]:

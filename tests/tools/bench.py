@@ -1,6 +1,7 @@
 """Time the CPU runs by phase, launch.py beside torchrun, and the comparison of two such runs.
 
     python tests/tools/bench.py --ranks 64                     launch.py, four modes
+    python tests/tools/bench.py --ranks 4 16 64 128 256        how each grows
     python tests/tools/bench.py --ranks 8 --beside-torchrun    each mode also under torchrun
 
 Prints one table. No result is asserted.
@@ -27,9 +28,9 @@ PHASES = (
     "save",  # until the last rank has written its file
     "end",  # until the command has ended
 )
-# Not part of the total: the fall of MemAvailable during the run; the seconds in which a new process
-# compares the run with a copy of itself, and those in which one only reads the same files.
-COLUMNS = (*PHASES, "total", "GiB", "compare", "read")
+# Not part of the total: the fall of MemAvailable during the run; the size of all rank files; the seconds
+# in which a new process compares the run with a copy of itself, and in which one only reads the same files.
+COLUMNS = (*PHASES, "total", "GiB", "MiB", "compare", "read")
 SCRIPTS = {
     "ddp": ["distributed_train.py", "--parallelism", "ddp"],
     "fsdp": ["distributed_train.py", "--parallelism", "fsdp"],
@@ -96,7 +97,8 @@ def measure_run(launcher: list[str], mode: str, ranks: int, folder: Path) -> dic
     ended = {phase: max(rank[phase] for rank in of_ranks) for phase in PHASES[:-1]} | {"end": finished}
     begun = [started, *ended.values()]
     seconds = {phase: ended[phase] - begin for phase, begin in zip(PHASES, begun, strict=False)}
-    return seconds | {"total": finished - started, "GiB": before - least}
+    size = sum(path.stat().st_size for path in (folder / "results").iterdir()) / 2**20
+    return seconds | {"total": finished - started, "GiB": before - least, "MiB": size}
 
 
 def measure_comparison(ranks: int, folder: Path) -> dict:
@@ -120,12 +122,19 @@ def measure_comparison(ranks: int, folder: Path) -> dict:
     return seconds
 
 
+def measure(launcher: list[str], mode: str, ranks: int) -> dict | None:
+    """Run one mode and compare the run with a copy; return the columns. None if the run failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        row = measure_run(launcher, mode, ranks, Path(folder))
+        return row and row | measure_comparison(ranks, Path(folder))
+
+
 def main() -> int:
     """Measure and print the table; return 1 if a run failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=64, help="default: 64")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64], help="default: 64")
     parser.add_argument("--beside-torchrun", action="store_true", help="run each mode under torchrun, too")
     parser.add_argument("--modes", nargs="+", default=list(SCRIPTS), choices=SCRIPTS)
     args = parser.parse_args()
@@ -133,28 +142,27 @@ def main() -> int:
     if args.beside_torchrun:
         launchers["torchrun"] = [sys.executable, "-m", "torch.distributed.run"]
 
-    print(f"{args.ranks} ranks, ten steps, {os.cpu_count()} cores; seconds until the last rank is done")
+    print(f"ten steps, {os.cpu_count()} cores; seconds until the last rank is done")
     heads = "".join(f"{name:>8}" for name in COLUMNS)
-    print(f"{'mode':15}{'launcher':11}{heads}   total to launch.py's")
-    failed, sums = False, dict.fromkeys(launchers, 0.0)
-    for mode in args.modes:
-        ours = None
-        for launcher, command in launchers.items():
-            with tempfile.TemporaryDirectory() as folder:
-                row = measure_run(command, mode, args.ranks, Path(folder))
-                if row:
-                    row |= measure_comparison(args.ranks, Path(folder))
-            if row is None:
-                print(f"{mode:15}{launcher:11}  failed", flush=True)
-                failed = True
-                continue
-            ours = ours or row["total"]
-            sums[launcher] += row["total"]
-            ratio = f"{row['total'] / ours:.1f}x" if launcher != "launch.py" else ""
-            cells = "".join(f"{row[name]:8.1f}" for name in COLUMNS)
-            print(f"{mode:15}{launcher:11}{cells}   {ratio}", flush=True)
-    for launcher, total in sums.items():
-        print(f"{'all':15}{launcher:11}{total:{8 * (len(PHASES) + 1)}.1f}")
+    print(f"{'mode':15}{'ranks':>5} {'launcher':10}{heads}   total to launch.py's")
+    failed = False
+    for ranks in args.ranks:
+        sums = dict.fromkeys(launchers, 0.0)
+        for mode in args.modes:
+            ours = None
+            for launcher, command in launchers.items():
+                row = measure(command, mode, ranks)
+                if row is None:
+                    print(f"{mode:15}{ranks:5} {launcher:10}  failed", flush=True)
+                    failed = True
+                    continue
+                ours = ours or row["total"]
+                sums[launcher] += row["total"]
+                ratio = f"{row['total'] / ours:.1f}x" if launcher != "launch.py" else ""
+                cells = "".join(f"{row[name]:8.1f}" for name in COLUMNS)
+                print(f"{mode:15}{ranks:5} {launcher:10}{cells}   {ratio}", flush=True)
+        for launcher, total in sums.items():
+            print(f"{'all':15}{ranks:5} {launcher:10}{total:{8 * (len(PHASES) + 1)}.1f}")
     return int(failed)
 
 
