@@ -122,15 +122,15 @@ def test_bench_prints_its_table(call, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests" / "tools")
     import bench
 
-    done = call(bench.main, "--ranks", 2, "--modes", "tp")
+    done = call(bench.main, "--ranks", 1, 2, "--modes", "tp")
     assert done.status == 0, done.err
-    header, row = done.out.splitlines()[1:3]
+    header, *rows = done.out.splitlines()[1:]
     phases = ["start", "init", "wrap", "steps", "save", "end"]
-    assert header.split()[2:12] == [*phases, "total", "GiB", "compare", "read"]
-    numbers = [float(cell) for cell in row.split()[2:]]
-    assert row.split()[:2] == ["tp", "launch.py"]
-    assert numbers[0] > 0 and abs(sum(numbers[:6]) - numbers[6]) < 0.4  # rounded cells
-    assert numbers[8] > 0 and numbers[9] > 0
+    assert header.split()[3:14] == [*phases, "total", "GiB", "MiB", "compare", "read"]
+    assert [row.split()[:3] for row in rows[::2]] == [["tp", "1", "launch.py"], ["tp", "2", "launch.py"]]
+    one, two = ([float(cell) for cell in row.split()[3:]] for row in rows[::2])
+    assert two[0] > 0 and abs(sum(two[:6]) - two[6]) < 0.4  # rounded cells
+    assert two[8] > one[8] > 0 and two[9] > 0 and two[10] > 0
 
 
 def parameter_and_optimizer(grad=True):
