@@ -339,7 +339,7 @@ THREAD = [
     "EOFError",
 ]
 WARNINGS = [
-    "fairseq: userwarning: RuntimeError: the fast path is off",
+    "warning: RuntimeError: the fast path is off",
     "2026-Nov-30 01:02:03.456  8:8  WARN  NRT:nrt_init      Failed to read the topology, falling back",
     "2026-Nov-30 01:02:03.456  8:8  INFO  TDRV:reset        no device failed to reset",
     "[W1130 01:02:03.4 TCPStore.cpp:125] recvValue failed: RuntimeError: Connection reset by peer",

@@ -289,6 +289,13 @@ def test_runs_without_outputs_and_losses_are_compared_by_the_rest(copy, check):
     assert status == 1 and "rank 2, step 2, gradients 2.bias" in out
 
 
+def test_a_loss_of_its_own_without_a_global_one(copy, check):
+    directory = copy("ddp")
+    edit(directory, 1, lambda content: [item.update(loss=None) for item in content["records"]])
+    status, out, err = check(directory)
+    assert (status, err) == (0, ""), out
+
+
 def test_outputs_and_losses_of_one_run_only_are_a_mismatch(runs, copy, check):
     directory = copy("ddp")
     edit_all(directory, nothing_returned)

@@ -9,6 +9,7 @@ from conftest import edit
 from made_runs import noise, some_outputs
 
 from training_common import train
+from training_comparison import assign
 
 CLOCK = count(1)
 WIDTH, STEPS = 32, 3
@@ -286,6 +287,11 @@ def test_samples_in_any_dealing(judge, rows, dim, note):
     done = judge(*dealt(rows, dim))
     assert done.status == 0, done.out
     assert (note in done.out) if note else ("note:" not in done.out)
+
+
+def test_the_first_row_of_a_replica_begins_a_slice_if_it_may():
+    fitting = [[1, 4], [5], [6], [7], [0], [1, 4], [2], [3]]
+    assert assign(fitting, [4, 4]) == [[4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 def test_replicas_with_other_numbers_of_samples(judge):

@@ -61,7 +61,7 @@ BY_ONE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}  #
 # equal tensor stays in memory.
 SKIPPED = re.compile(
     r"f?['\"]|(print|progress|show_progress|traceback\.print_exc)\(|def (launch|train)\("
-    r"|self\._seen\[place\] ="
+    r"|self\._seen\[place\] =|self\._known\.setdefault\("
 )
 DROPPED = ast.Expr, ast.AugAssign, ast.Return, ast.Raise, ast.Continue, ast.Break
 # Arguments that change what is said, not what is found, or that guard against our own mistakes.
