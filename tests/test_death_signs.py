@@ -140,6 +140,7 @@ def test_time_limit_is_the_cause_of_the_signals(check_log):
     [
         "/lib/x.py:7: UserWarning: CUDA initialization: RuntimeError: CUDA out of memory",
         "RuntimeWarning: overflow",
+        "warning: RuntimeError: out of memory, using the slow path",
         "Warning: You are sending unauthenticated requests",
         "╰─────",
         "│ RuntimeError: in a box                    │",
@@ -339,7 +340,6 @@ THREAD = [
     "EOFError",
 ]
 WARNINGS = [
-    "warning: RuntimeError: the fast path is off",
     "2026-Nov-30 01:02:03.456  8:8  WARN  NRT:nrt_init      Failed to read the topology, falling back",
     "2026-Nov-30 01:02:03.456  8:8  INFO  TDRV:reset        no device failed to reset",
     "[W1130 01:02:03.4 TCPStore.cpp:125] recvValue failed: RuntimeError: Connection reset by peer",
