@@ -70,23 +70,13 @@ END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 FILE_CLOCK = 0.1  # seconds; a file's time is up to 10 ms behind time.time(), and a forked rank fails sooner
 
 
-class Answers:
-    """Which ranks have run their script to its end, in memory that all of them share: answers[rank].
-
-    The agent makes a queue for each rank, and gives every rank the file descriptors of all of them. No more
-    than 253 may travel with a fork, which ends at 120 ranks. A script that is run by its path answers
-    nothing: a byte for each rank tells what the agent waits for.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.ended = multiprocessing.sharedctypes.RawArray("b", ranks)
-
-    def __getitem__(self, rank: int) -> "Answer":
-        return Answer(self.ended, rank)
-
-
 class Answer:
-    """One rank's answer, with what the agent calls of a queue."""
+    """Whether a rank has run its script to the end: a byte in memory that all ranks share.
+
+    It takes the place of the queue that torchrun's agent makes for each rank. The agent gives every rank the
+    file descriptors of all queues. No more than 253 may travel with a fork, so it ends at 120 ranks. What a
+    script that is run by its path answers is always None.
+    """
 
     def __init__(self, ended: ctypes.Array, rank: int) -> None:
         self.ended, self.rank = ended, rank
@@ -301,7 +291,8 @@ def share_answers() -> None:
 
     def make_with_answers(context: MultiprocessContext, *args, **kwargs) -> None:
         make(context, *args, **kwargs)
-        context._ret_vals = Answers(context.nprocs)
+        ended = multiprocessing.sharedctypes.RawArray("b", context.nprocs)
+        context._ret_vals = [Answer(ended, rank) for rank in range(context.nprocs)]
 
     MultiprocessContext.__init__ = make_with_answers
 
