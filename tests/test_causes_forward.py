@@ -349,6 +349,13 @@ def test_equal_outputs_are_no_terms_of_a_sum(made_cause):
     assert "not reduced" not in cause
 
 
+def test_a_part_of_an_output_is_no_term_of_a_sum(made_cause):
+    def change(o, about):
+        return o[:, :12] if about["tp_rank"] else o + other(o, 0.1)
+
+    assert made_cause(output(change))
+
+
 def test_a_rank_without_an_output_is_no_term_of_a_sum(made_cause):
     def change(content):
         if content["metadata"]["tp_rank"]:

@@ -289,8 +289,10 @@ def test_samples_in_any_dealing(judge, rows, dim, note):
     assert (note in done.out) if note else ("note:" not in done.out)
 
 
-def test_the_first_row_of_a_replica_begins_a_slice_if_it_may():
+def test_rows_of_a_replica_follow_one_another_from_the_start_of_a_slice_if_they_may():
     fitting = [[1, 4], [5], [6], [7], [0], [1, 4], [2], [3]]
+    assert assign(fitting, [4, 4]) == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    fitting = [[4], [1, 5], [6], [7], [0], [1, 5], [2], [3]]
     assert assign(fitting, [4, 4]) == [[4, 5, 6, 7], [0, 1, 2, 3]]
 
 
