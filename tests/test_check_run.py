@@ -472,6 +472,15 @@ def test_speed_is_that_after_the_first_step(check_log):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "said"), [([], "arguments are required: log"), (["x", "--step"], "--step")]
+)
+def test_a_wrong_command_line_is_one_line(call, options, said):
+    done = call(check_run.main, *options)
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("error: ") and said in done.err
+
+
 # ---------------------------------------------------------------- other forms of a log
 
 

@@ -154,8 +154,8 @@ def test_bounds_that_are_the_other_way_round(monkeypatch, tmp_path):
 )
 def test_refused(call, measured, tmp_path, options, said):
     result = call(memory.main, "--results", tmp_path, *options)
-    assert (result.status, measured) == (2, [])
-    assert said in result.err
+    assert (result.status, measured, result.err.count("\n")) == (2, [], 1)
+    assert result.err.startswith("error: ") and said in result.err
 
 
 def test_without_torchtitan(call, monkeypatch):

@@ -261,6 +261,7 @@ def check_cores(monitor: Path) -> Point:
 def parse_args() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Check a TorchTitan run by its log.")
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
     parser.add_argument("log", type=Path, help="text log of the run")
     parser.add_argument("--steps", type=int, help="steps that it should have done (default: the log's own)")
     parser.add_argument("--stopped", action="store_true", help="it was stopped on purpose before the end")

@@ -79,6 +79,7 @@ def checksum(folder: Path) -> str:
 def main() -> int:
     """Make the assets unless they are there; say what they are."""
     parser = argparse.ArgumentParser(description="Make a text set and a tokenizer without a network.")
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
     parser.add_argument(
         "--output", type=Path, default=Path(".titan"), help="folder of both (default: .titan)"
     )

@@ -200,7 +200,8 @@ def knobs(layout: dict, prediction: Prediction) -> dict[str, dict]:
 
 def parse_args() -> argparse.Namespace:
     """Return the command line's options. Raises InputError for one that is not known."""
-    parser = argparse.ArgumentParser(description="Predict the peak memory of a SimpleFSDP recipe's rank.")
+    parser = argparse.ArgumentParser(description="Predict the peak memory of a recipe's rank.")
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options\n")
     parser.add_argument("--model", choices=list(MODELS), help="default: the tutorial's table")
     parser.add_argument("--plan", choices=PLANS, default="simplefsdp", help="default: simplefsdp")
     parser.add_argument("--ranks", type=int, default=64, help="default: 64")
