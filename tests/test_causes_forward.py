@@ -110,6 +110,15 @@ def test_shards_from_another_seed(made_cause, wrong, sentence):
     assert made_cause(start(change), parameters=parameters, gradients=gradients) == sentence
 
 
+@pytest.mark.parametrize(("columns", "named"), [(15, False), (16, True)])
+def test_fewer_than_64_values_are_too_few_to_be_of_another_seed(made_cause, columns, named):
+    parameters = {"weight": noise(4, columns, seed=9), "bias": BIAS}
+    gradients = lambda step: {"weight": noise(4, columns, seed=step), "bias": BIAS}  # noqa: E731
+    change = start(lambda p, about: noise(4, columns, seed=50))
+    cause = made_cause(change, parameters=parameters, gradients=gradients)
+    assert ("another seed" in cause) == named
+
+
 def test_ranks_that_start_from_other_values_without_a_reference(made_cause):
     change = start(lambda p, about: noise(24, 4, seed=50 + about["rank"]))
     assert made_cause(change, (2,), against=None) == (

@@ -115,6 +115,18 @@ def test_an_element_with_an_ordinary_gradient_is_held_to_adams_step(judge, make)
     assert done.status == 1 and "step 1, parameters net.weight[3, 5]" in done.out
 
 
+@ADAM
+def test_an_element_without_a_gradient_does_not_move(judge, make):
+    run = trained(make, lambda step: some_gradients(step, weight=put((3, 5), 0.0)))
+
+    def change(content):
+        for kind in ("parameters", "deltas"):
+            content["records"][0][kind]["net.weight"][3, 5] += 0.005
+
+    done = judge(run, run, change)
+    assert done.status == 1 and "step 1, parameters net.weight[3, 5]" in done.out
+
+
 def test_a_gradient_that_is_rounding_moves_by_full_steps(judge):
     def run(seed):
         return trained(torch.optim.AdamW, lambda step: some_gradients(step, bias=tiny(seed + step)))
@@ -131,6 +143,16 @@ def test_an_update_below_rounding_is_none(judge):
     run = trained(torch.optim.SGD, lambda step: some_gradients(step, bias=lambda g: 1e-9 * g))
     assert not any(record["deltas"]["net.bias"].any() for record in run)
     assert judge(run, run).status == 0
+
+
+def test_a_parameter_with_an_ordinary_gradient_that_does_not_change(judge):
+    run = trained(torch.optim.SGD, some_gradients)
+    for record in run:
+        record["deltas"]["net.bias"] = torch.zeros(WIDTH)
+        record["parameters"]["net.bias"] = run[0]["initial"]["net.bias"]
+    done = judge(run, run)
+    assert done.status == 1
+    assert "deltas net.bias: all zero at every step, nothing is compared" in done.out
 
 
 def test_ranks_of_one_run_may_differ_by_what_adam_makes_of_rounding(judge):

@@ -10,7 +10,14 @@ import torch
 from conftest import edit_all
 from made_runs import KINDS, broken, make_run, mismatched, noise
 
-from training_tolerance import DRIFT_FACTOR, Allowance, allow_share, drift_share, relative_error
+from training_tolerance import (
+    DRIFT_FACTOR,
+    Allowance,
+    allow_share,
+    drift_share,
+    relative_error,
+    share_of_rounding,
+)
 
 EPS = 2.0**-23
 MANY = 32768
@@ -269,3 +276,8 @@ def test_what_parameters_that_differ_allow():
     assert drift_share({}, EPS) == 0.0
     more = allow_share(Allowance(1.0, 2.0), torch.tensor([3.0, -4.0]), 0.1)
     assert (float(more.element), more.norm) == (pytest.approx(1 + 4 * 0.1 * 4), pytest.approx(2 + 0.1 * 5))
+
+
+def test_share_of_the_largest_gradient_that_may_be_rounding():
+    assert share_of_rounding(2.0**-23) == 16 * 2.0**-23
+    assert share_of_rounding(2.0**-7) == 2.0**-11
