@@ -275,6 +275,16 @@ def dropped(evidence: Evidence) -> str | None:
     return f"{share:.1%} of the outputs are zero and the rest {scale:.3f}x the reference: dropout is on"
 
 
+def returned_others(evidence: Evidence) -> str | None:
+    """All gradients agree, so what was trained on does, too."""
+    if evidence.pair() is None or not gradients_agree(evidence):
+        return None
+    return (
+        f"the outputs differ, but all gradients of step {evidence.step} agree: other outputs are returned "
+        "than those that were trained on, such as one microbatch's of several, or they were changed later"
+    )
+
+
 # ---------------------------------------------------------------- losses
 
 
@@ -314,10 +324,10 @@ def averaged_wrongly(evidence: Evidence) -> str | None:
 
 
 def gradients_agree(evidence: Evidence) -> bool:
-    """Say whether all gradients of the step agree, far better than the loss."""
-    loss_error = relative_error(*evidence.pair())
+    """Say whether all gradients of the step agree, far better than the loss or the output that differs."""
+    error = relative_error(*evidence.pair())
     pairs = [evidence.pair(kind="gradients", name=name) for name in evidence.names("gradients")]
-    return all(pair and relative_error(*pair) < 0.01 * loss_error for pair in pairs)
+    return bool(pairs) and all(pair and relative_error(*pair) < 0.01 * error for pair in pairs)
 
 
 def mean_of_means(evidence: Evidence) -> str | None:

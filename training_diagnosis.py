@@ -40,6 +40,7 @@ OUTPUTS = [
     general.rounded_values,
     # What the reference does not explain may still be the outputs of another replica.
     forward.same_samples,
+    forward.returned_others,
 ]
 OUTPUTS_WITHOUT_REFERENCE = [
     general.not_finite,

@@ -41,6 +41,9 @@ def initial(name, change):
     )
 
 
+RETURNED = "other outputs are returned than those that were trained on"
+
+
 def spoil(values):
     values[3] = 1000.0
     return values
@@ -62,8 +65,8 @@ def noisy(values):
         (tensor("gradients", "0.weight", noisy), None, "not known"),
         (tensor("parameters", "2.weight", noisy), 2, "not known"),
         (initial("2.bias", spoil), None, "not known"),
-        (lambda c: c["records"][0].update(output=c["records"][0]["output"] + 0.1), None, "not known"),
-        (lambda c: c["records"][0].update(output=c["records"][0]["output"].clamp(min=0)), None, "not known"),
+        (lambda c: c["records"][0].update(output=c["records"][0]["output"] + 0.1), None, RETURNED),
+        (lambda c: c["records"][0].update(output=c["records"][0]["output"].clamp(min=0)), None, RETURNED),
         (
             lambda c: c["records"][1].update(loss=c["records"][1]["loss"] * 1.01),
             1,
